@@ -1,0 +1,28 @@
+"""Attention kernels for Hopper in the CuTe Python DSL."""
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.0.1"
+__all__ = ["Explanation", "FwdConfig", "Problem", "explain", "fwd", "merge", "warmup"]
+
+if TYPE_CHECKING:
+    from cute_attn.api import Explanation, explain, fwd, merge, warmup
+    from cute_attn.config import FwdConfig
+    from cute_attn.problem import Problem
+
+_HOMES = {"FwdConfig": "cute_attn.config", "Problem": "cute_attn.problem"}
+
+
+def __getattr__(name: str) -> Any:
+    """Lazy, so that the import needs neither torch nor the DSL and takes no time."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    value = getattr(importlib.import_module(_HOMES.get(name, "cute_attn.api")), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,259 @@
+"""The public functions: what users call, in the order in which a call is answered."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from cute_attn import compile as jit
+from cute_attn import launch
+from cute_attn.config import FwdConfig
+from cute_attn.problem import DTYPES, Problem
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_NO_WINDOW = (None, None)
+_DEFAULT_SMS = 132  # an H100 or H200, where explain has no device to ask
+
+
+def fwd(
+    q: "Tensor",
+    k: "Tensor",
+    v: "Tensor",
+    *,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    window_size: tuple[int | None, int | None] = _NO_WINDOW,
+    softcap: float = 0.0,
+    alibi_slopes: "Tensor | None" = None,
+    score_mod: Any = None,
+    sink: "Tensor | None" = None,
+    cu_seqlens_q: "Tensor | None" = None,
+    cu_seqlens_k: "Tensor | None" = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    seqused_q: "Tensor | None" = None,
+    seqused_k: "Tensor | None" = None,
+    q_descale: "Tensor | None" = None,
+    k_descale: "Tensor | None" = None,
+    v_descale: "Tensor | None" = None,
+    out: "Tensor | None" = None,
+    return_lse: bool = False,
+    config: FwdConfig | None = None,
+    arch: str | None = None,
+) -> "Tensor | tuple[Tensor, Tensor]":
+    """Exact attention, softmax(q k^T * softmax_scale) v, in bf16 or fp16.
+
+    q           (batch, seqlen_q, nheads_q, head_dim)
+    k           (batch, seqlen_k, nheads_kv, head_dim), nheads_q a multiple of nheads_kv
+    v           (batch, seqlen_k, nheads_kv, head_dim_v); head dims are multiples of 8 up to 256
+    causal      query i sees the keys j <= i + seqlen_k - seqlen_q (aligned bottom-right)
+    softmax_scale  any finite number, default head_dim**-0.5
+    out         (batch, seqlen_q, nheads_q, head_dim_v) in q's dtype, to be written; a contiguous
+                tensor, or any whose rows are 16-byte aligned, is written without a copy
+    return_lse  also return the fp32 log-sum-exp of the scores, (batch, nheads_q, seqlen_q)
+    config      a FwdConfig instead of the one that tuning.pick takes; see explain
+    arch        'sm90' or 'cpu'; default what q's device runs
+
+    Any strides will do; what the hardware cannot load is copied once. Rows that see no key are 0
+    with LSE -inf. Runs on the tensors' GPU in torch's current stream, on the CPU in plain torch.
+    The first call of a class of problems compiles for seconds, once per machine.
+
+    Raises ValueError or TypeError for a wrong call, NotImplementedError naming the argument for
+    what is not built yet, RuntimeError if it would have to compile during CUDA-graph capture.
+    FlashAttention (arXiv 2205.14135, 2307.08691, 2407.08608) is the algorithm.
+    """
+    if (
+        (window_size is not _NO_WINDOW and _limits(window_size, causal))
+        or (softcap is not None and softcap != 0.0)
+        or alibi_slopes is not None
+        or score_mod is not None
+        or sink is not None
+        or cu_seqlens_q is not None
+        or cu_seqlens_k is not None
+        or max_seqlen_q is not None
+        or max_seqlen_k is not None
+        or seqused_q is not None
+        or seqused_k is not None
+        or q_descale is not None
+        or k_descale is not None
+        or v_descale is not None
+    ):
+        _reject(locals())
+    return launch.forward(q, k, v, causal, softmax_scale, out, return_lse, config, arch)
+
+
+def merge(
+    out_a: "Tensor", lse_a: "Tensor", out_b: "Tensor", lse_b: "Tensor"
+) -> "tuple[Tensor, Tensor]":
+    """Combine attention over two disjoint sets of keys into attention over both.
+
+    out_a, out_b (..., seqlen, nheads, head_dim_v) in one float dtype, lse_a, lse_b
+    (..., nheads, seqlen) in fp32, as fwd(..., return_lse=True) gives them. Returns the merged
+    (out, lse); computed in fp32. Where both LSE are -inf, out is 0 and LSE -inf.
+    Raises ValueError or TypeError where shapes, dtypes or devices differ.
+    """
+    from cute_attn import reference
+
+    return reference.merge(out_a, lse_a, out_b, lse_b)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What fwd would run; print it."""
+
+    problem: Problem
+    config: FwdConfig
+    arch: str
+    smem_bytes: int  # shared memory per CTA
+    registers: tuple[int, int]  # per thread, (consumer, producer)
+    threads: int  # per CTA
+    tiles: int  # of tile_m query rows
+    grid: int  # CTAs
+    copies: tuple[str, ...]  # inputs that are copied because the hardware cannot load them
+    compiled: str  # 'in memory', 'on disk' or 'not compiled'
+
+    def __str__(self) -> str:
+        p, c = self.problem, self.config
+        lines = [
+            f"problem    {p.dtype}{' causal' if p.causal else ''}, batch {p.batch}, "
+            f"seqlen {p.seqlen_q} x {p.seqlen_k}, heads {p.heads_q} over {p.heads_kv}, "
+            f"head_dim {p.head_dim}, head_dim_v {p.head_dim_v}",
+            f"arch       {self.arch}",
+            f"config     {c}",
+        ]
+        if not self.tiles:
+            lines.append("runs       nothing: out is 0 and LSE -inf")
+        elif self.arch == "cpu":
+            lines.append(f"runs       block-wise attention in torch, {self.tiles} query tiles")
+        else:
+            lines += [
+                f"smem       {self.smem_bytes} bytes per CTA",
+                f"registers  {self.registers[0]} consumer, {self.registers[1]} producer",
+                f"grid       {self.grid} CTAs of {self.threads} threads, {self.tiles} query tiles",
+                f"copies     {', '.join(self.copies) or 'none'}",
+                f"compiled   {self.compiled}",
+            ]
+        return "\n".join(lines)
+
+
+def explain(
+    q: "Tensor",
+    k: "Tensor",
+    v: "Tensor",
+    *,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    config: FwdConfig | None = None,
+    arch: str | None = None,
+    **others: Any,
+) -> Explanation:
+    """What fwd with the same arguments would run, without running or compiling it.
+
+    Here arch='sm90' goes with tensors of any device, the meta device included. Raises as fwd does.
+    """
+    unknown = others.keys() - (fwd.__kwdefaults__ or {}).keys()
+    if unknown:
+        raise TypeError(f"explain() got an unexpected argument {min(unknown)!r}")
+    _reject({"causal": causal, **others})
+    negative = softmax_scale is not None and launch.checked_scale(softmax_scale) < 0
+    if arch == "sm90":
+        plan = launch.make_plan(q, k, v, causal, negative, config, arch, foreign=True)
+    else:
+        plan = launch.make_plan(q, k, v, causal, negative, config, arch)
+    p, c = plan.problem, plan.config
+    tiles = 0 if plan.empty else -(-p.seqlen_q // c.tile_m) * p.heads_q * p.batch
+    persistent = c.schedule != "grid"
+    return Explanation(
+        p,
+        c,
+        plan.arch,
+        c.smem_bytes(p),
+        c.registers,
+        c.threads,
+        tiles,
+        min(tiles, launch.multiprocessors(plan.device) or _DEFAULT_SMS) if persistent else tiles,
+        tuple(name for name, t in (("q", q), ("k", k), ("v", v)) if launch.needs_copy(t)),
+        "not compiled" if plan.arch == "cpu" else jit.state(p, c, plan.arch),
+    )
+
+
+def warmup(
+    head_dim: int,
+    head_dim_v: int | None = None,
+    *,
+    dtype: Any = "bf16",
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    config: FwdConfig | None = None,
+    arch: str | None = None,
+) -> None:
+    """Compile, or load from disk, the kernel of a class of problems, so that fwd need not.
+
+    One kernel serves all batch sizes, lengths, head counts and strides of a class: its dtype
+    ('bf16', 'fp16' or the torch dtype), head dims, causal and the sign of softmax_scale. Needs no
+    GPU if arch is given: the cache directory then serves machines with the same CPU features and
+    DSL. On a GPU of that arch the kernel also becomes ready for CUDA-graph capture.
+    Raises ValueError for a class or config that cannot be, ImportError without the DSL.
+    """
+    import torch
+
+    here = torch.cuda.is_available()
+    if arch is None:
+        if not here:
+            raise ValueError("arch is None and there is no GPU to take it from: name one, 'sm90'")
+        arch = launch.choose_arch(torch.device("cuda", torch.cuda.current_device()), None)
+    if arch == "cpu":
+        return
+    launch.check_arch_name(arch)
+    negative = softmax_scale is not None and launch.checked_scale(softmax_scale) < 0
+    name = DTYPES.get(str(dtype), str(dtype))
+    problem = Problem(name, head_dim, head_dim_v or head_dim, causal, negative)
+    config = launch.choose_config(problem, config)
+    jit.get(problem, config, arch)
+    if here and launch.runs_here(arch) and not torch.cuda.is_current_stream_capturing():
+        _first_launch(problem, config)
+
+
+def _first_launch(problem: Problem, config: FwdConfig) -> None:
+    """The driver loads a kernel at its first launch, which a graph under capture may not do."""
+    import torch
+
+    dtype = {short: getattr(torch, full.split(".")[1]) for full, short in DTYPES.items()}
+    q, v = (
+        torch.zeros(1, 1, 1, d, dtype=dtype[problem.dtype], device="cuda")
+        for d in (problem.head_dim, problem.head_dim_v)
+    )
+    scale = -1.0 if problem.negative_scale else 1.0
+    launch.forward(q, q, v, problem.causal, scale, config=config)
+
+
+# Arguments that later issues build
+
+
+def _reject(arguments: dict[str, Any]) -> None:
+    """Name the first argument that asks for something not built yet."""
+    built = ("q", "k", "v", "causal", "softmax_scale", "out", "return_lse", "config", "arch")
+    for name, value in arguments.items():
+        if name == "window_size":
+            asked = _limits(value, arguments["causal"])
+        elif name == "softcap":
+            asked = value is not None and value != 0.0
+        else:
+            asked = name not in built and value is not None
+        if asked:
+            raise NotImplementedError(f"{name} is not built yet: leave it at its default")
+
+
+def _limits(window_size: Any, causal: bool) -> bool:
+    """Whether a window bound would hide a key that the causal mask does not hide anyway."""
+    try:
+        left, right = window_size
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"window_size is {window_size!r}: a pair (left, right) is wanted"
+        ) from None
+    for bound in (left, right):
+        if bound is not None and (isinstance(bound, bool) or not isinstance(bound, int)):
+            raise TypeError(f"window_size is {window_size!r}: its bounds are int or None")
+    unlimited = (None, -1)
+    return left not in unlimited or not (right in unlimited or (causal and right >= 0))

@@ -1,0 +1,106 @@
+"""How it is computed: the tuning knobs of the Hopper forward kernel. Imports no torch."""
+
+from dataclasses import dataclass, fields
+
+from cute_attn.problem import Problem
+
+SMEM_LIMIT = 232_448  # bytes of dynamic shared memory one CTA may have on sm_90
+BARRIER_BYTES = 1024  # what the mbarriers and tickets may take, alignment included
+REGISTERS = {1: (240, 56), 2: (240, 24), 3: (160, 32)}  # warpgroups -> (consumer, producer)
+SCHEDULES = ("grid", "static", "dynamic")  # one tile per CTA; round-robin; tickets
+
+
+@dataclass(frozen=True)
+class FwdConfig:
+    tile_m: int = 128  # query rows per CTA, 64 per consumer warpgroup
+    tile_n: int = 128  # keys per KV block
+    kv_stages: int = 2  # depth of the K ring
+    v_stages: int = 0  # depth of the V ring, 0: as K
+    q_slots: int = 0  # depth of the Q ring in 64-row slots, 0: two tiles; O leaves through them
+    overlap: bool = True  # S of the next block beside O += P V of this one
+    pingpong: bool = True  # warpgroups issue their matrix products in turn
+    schedule: str = "dynamic"  # one of SCHEDULES
+    exact_max: bool = False  # take the row maximum in every block, as FlashAttention-2 does
+    l2_mb: int = 32  # causal: megabytes of K and V of the heads worked on together
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if type(value) is not f.type:
+                raise TypeError(f"config.{f.name} is {value!r}: {f.type} is wanted")
+        for name, allowed in (
+            ("tile_m", (64, 128, 192)),
+            ("tile_n", range(16, 257, 16)),
+            ("kv_stages", range(1, 9)),
+            ("v_stages", range(9)),
+            ("schedule", SCHEDULES),
+            ("l2_mb", range(1, 1025)),
+        ):
+            if getattr(self, name) not in allowed:
+                value = getattr(self, name)
+                raise ValueError(f"config.{name} is {value!r}: allowed are {_listed(allowed)}")
+        if not self.q_slots:
+            object.__setattr__(self, "q_slots", 2 * self.warpgroups)
+        if not self.warpgroups <= self.q_slots <= 16:
+            raise ValueError(
+                f"config.q_slots is {self.q_slots}: allowed are {self.warpgroups} (tile_m / 64) to 16"
+            )
+
+    @property
+    def warpgroups(self) -> int:
+        return self.tile_m // 64
+
+    @property
+    def ordered(self) -> bool:
+        """Whether a token passes between warpgroups; one alone has nobody to wait for."""
+        return self.pingpong and self.warpgroups > 1
+
+    @property
+    def v_ring(self) -> int:
+        return self.v_stages or self.kv_stages
+
+    @property
+    def halves(self) -> bool:
+        """Whether half a block is a block too (its 16-bit products take 16 keys a step)."""
+        return self.tile_n % 32 == 0
+
+    @property
+    def qk_widths(self) -> tuple[int, int]:
+        """Keys of the score product of a block, and of the half block at the diagonal's edge."""
+        return self.tile_n, self.tile_n // 2 if self.halves else self.tile_n
+
+    @property
+    def threads(self) -> int:
+        return 128 * (1 + self.warpgroups)
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """(consumer, producer) registers per thread after setmaxnreg."""
+        return REGISTERS[self.warpgroups]
+
+    def smem_bytes(self, problem: Problem, itemsize: int = 2) -> int:
+        q = self.q_slots * 64 * max(problem.tile_dim, problem.tile_dim_v)
+        k = self.kv_stages * self.tile_n * problem.tile_dim
+        v = self.v_ring * self.tile_n * problem.tile_dim_v
+        return (q + k + v) * itemsize + BARRIER_BYTES
+
+    def accumulator_registers(self, problem: Problem) -> int:
+        """Registers per thread that S (fp32), P (16 bit) and O (fp32) hold at once."""
+        return self.tile_n // 2 + self.tile_n // 4 + problem.tile_dim_v // 2
+
+    def infeasible(self, problem: Problem) -> str:
+        """Why this config cannot serve the problem, naming the limit; '' if it can."""
+        smem = self.smem_bytes(problem)
+        if smem > SMEM_LIMIT:
+            return f"shared memory {smem} bytes > {SMEM_LIMIT}"
+        held, limit = self.accumulator_registers(problem), self.registers[0] - 24
+        if held > limit:
+            return f"accumulators need {held} registers per thread > {limit}"
+        return ""
+
+
+def _listed(allowed: "range | tuple[object, ...]") -> str:
+    if isinstance(allowed, range) and len(allowed) > 4:
+        step = f" in steps of {allowed.step}" if allowed.step > 1 else ""
+        return f"{allowed[0]} to {allowed[-1]}{step}"
+    return ", ".join(repr(a) for a in allowed)

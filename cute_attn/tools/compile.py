@@ -1,0 +1,105 @@
+"""python -m cute_attn compile: fill the cache of compiled kernels, on any machine with the DSL."""
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from multiprocessing import get_context
+
+from cute_attn import tuning
+from cute_attn.config import FwdConfig
+from cute_attn.problem import DTYPES, Problem
+from cute_attn.tools import cases as c
+from cute_attn.tools.inspect import Resources, cubin_of_object, resources
+from cute_attn.tools.progress import Progress
+
+Job = tuple[Problem, FwdConfig]
+
+
+@dataclass(frozen=True)
+class Built:
+    job: Job
+    seconds: float
+    resources: Resources | None = None  # None where there is no cache to read them from
+    error: str = ""
+
+
+def table_jobs(dtypes: Sequence[str] = tuple(DTYPES.values())) -> list[Job]:
+    """Every row of the tuning table for every dtype, both masks."""
+    return [
+        (Problem(dtype, limit, limit, causal), causal_config if causal else full_config)
+        for dtype in dtypes
+        for limit, full_config, causal_config in tuning.FORWARD
+        for causal in (False, True)
+    ]
+
+
+def build(job: Job, arch: str) -> Built:
+    from cute_attn import compile
+
+    problem, config = job
+    started = time.perf_counter()
+    try:
+        compile.get(problem, config, arch)
+        found = cached_resources(job, arch)
+    except Exception as error:  # reported per kernel, the others go on
+        text = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+        return Built(job, time.perf_counter() - started, error=text)
+    return Built(job, time.perf_counter() - started, found)
+
+
+def cached_resources(job: Job, arch: str) -> Resources | None:
+    from cute_attn import compile
+
+    directory = compile.cache_dir()
+    if directory is None:
+        return None
+    path = directory / compile._file_name(job[0].static(), job[1], arch)
+    return resources(cubin_of_object(path.read_bytes())) if path.is_file() else None
+
+
+def build_all(jobs: Sequence[Job], arch: str, workers: int) -> Iterator[Built]:
+    """As they get ready. Processes, because the compiler is not thread-safe."""
+    if workers <= 1 or len(jobs) <= 1:
+        yield from (build(job, arch) for job in jobs)
+        return
+    context = get_context("spawn")
+    with ProcessPoolExecutor(min(workers, len(jobs)), mp_context=context) as pool:
+        for future in as_completed([pool.submit(build, job, arch) for job in jobs]):
+            yield future.result()
+
+
+def describe(problem: Problem) -> str:
+    mask = "causal" if problem.causal else "full"
+    return f"{problem.dtype} d{problem.head_dim}/{problem.head_dim_v} {mask}"
+
+
+def main(argv: Sequence[str]) -> int:
+    p = argparse.ArgumentParser(prog="python -m cute_attn compile", description=__doc__)
+    p.add_argument("--arch", default="sm90", help="target (%(default)s)")
+    p.add_argument("--shape", action="append", default=[], metavar="b=..,hq=..,sq=..,d=..")
+    p.add_argument("--cases", action="append", default=[], metavar="SET|NAME")
+    p.add_argument("--dtype", default=",".join(DTYPES.values()), help="of the table's rows")
+    p.add_argument("--jobs", type=int, default=min(os.cpu_count() or 1, 8), help="processes")
+    args = p.parse_args(argv)
+    try:
+        wanted = c.find_cases(",".join(args.cases).split(",") if args.cases else [])
+        shapes = [case for case, _ in wanted] + [c.parse_shape(s) for s in args.shape]
+    except ValueError as error:
+        p.error(str(error))
+    jobs = [(case.problem().static(), c.config_for(case)) for case in shapes]
+    jobs = list(dict.fromkeys(jobs)) or table_jobs(args.dtype.split(","))
+    bad = 0
+    with Progress(len(jobs), "compile") as bar:
+        for n, built in enumerate(build_all(jobs, args.arch, args.jobs), 1):
+            bar.clear()
+            used = built.resources
+            text = f"{used.registers} registers, {used.frame} bytes local" if used else "not cached"
+            bad += bool(built.error)
+            print(f"{describe(built.job[0]):24} {built.seconds:5.1f} s  {built.error or text}")
+            sys.stdout.flush()
+            bar.at(n)
+    return 1 if bad else 0

@@ -1,0 +1,258 @@
+"""python -m cute_attn tune: sweep the configs of one kernel class and rank those that are right.
+
+Feasible configs are compiled in parallel, compared with fp64 on the timed shapes and on an odd
+one, timed interleaved (all of them briefly, the best at length) and ranked by geometric mean.
+"""
+
+import argparse
+import ast
+import os
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from cute_attn import tuning
+from cute_attn.config import FwdConfig
+from cute_attn.problem import Problem
+from cute_attn.tools import cases as c
+from cute_attn.tools import measure
+from cute_attn.tools.cases import Case
+from cute_attn.tools.compile import Built, build_all, describe
+from cute_attn.tools.demo import kernels_run_here
+from cute_attn.tools.progress import Progress
+from cute_attn.tools.records import geometric_mean
+
+TOLERANCE = {"bf16": 8e-3, "fp16": 1e-3}  # relative error: twice what torch's SDPA has
+SCREENING = 6  # rounds in which all configs take part
+
+
+@dataclass(frozen=True)
+class Result:
+    built: Built
+    ms: tuple[float, ...]  # median of each case
+    score: float  # geometric mean over the cases of the current config's time / this one's
+
+
+def config_source(config: FwdConfig) -> str:
+    """The shortest expression for a config, as tuning.py writes it."""
+    default = FwdConfig(config.tile_m, config.tile_n)
+    named = [
+        f'{f.name}="{value}"' if isinstance(value, str) else f"{f.name}={value}"
+        for f in fields(FwdConfig)[2:]
+        if (value := getattr(config, f.name)) != getattr(default, f.name)
+    ]
+    return f"FwdConfig({', '.join([str(config.tile_m), str(config.tile_n), *named])})"
+
+
+def sort_out(problem: Problem, limit: int) -> tuple[list[FwdConfig], list[tuple[FwdConfig, str]]]:
+    """(feasible, the table's config first; infeasible with the reason)."""
+    every = dict.fromkeys([tuning.pick(problem), *tuning.candidates(problem)])
+    good, bad = [], []
+    for config in every:
+        why = config.infeasible(problem)
+        if why:
+            bad.append((config, why))
+        else:
+            good.append(config)
+    return good[: limit or None], bad
+
+
+def odd_case(case: Case) -> Case:
+    """Lengths that no tile divides, grouped heads, more keys than queries."""
+    return replace(case, batch=2, heads_q=4, heads_kv=2, seqlen_q=333, seqlen_k=481)
+
+
+class Checker:
+    """Inputs and fp64 rows of each case, made once for all configs."""
+
+    def __init__(self, shapes: Sequence[Case], data: str, slope: float) -> None:
+        self.items = []
+        for case in shapes:
+            inputs = c.make_inputs(case, data, "cuda", slope)
+            rows = c.sample_rows(case)
+            self.items.append(
+                (case, inputs, rows, c.attention_rows(*inputs, rows, causal=case.causal))
+            )
+
+    def wrong(self, config: FwdConfig) -> str:
+        """'' if every case is within TOLERANCE of fp64, else what is not."""
+        import cute_attn
+
+        for case, inputs, rows, expected in self.items:
+            try:
+                out = cute_attn.fwd(*inputs, causal=case.causal, config=config)
+                found = c.errors(out, rows, expected)
+            except Exception as error:
+                return f"{type(error).__name__}: {error}".splitlines()[0]
+            if not found["finite"] or found["rel_error"] > TOLERANCE[case.dtype]:
+                return f"wrong: relative error {found['rel_error']:.1e} on {case.name}"
+        return ""
+
+
+def call_of(case: Case, inputs: Any, config: FwdConfig) -> Callable[[], Any]:
+    import cute_attn
+
+    return lambda: cute_attn.fwd(*inputs, causal=case.causal, config=config)
+
+
+def time_all(
+    built: Sequence[Built], items: Sequence[Any], rounds: int, seconds: float, bar: Progress
+) -> list[list[float]]:
+    """Median milliseconds [config][case]."""
+    timer = measure.Timer("cuda")
+    medians: list[list[float]] = [[] for _ in built]
+    scope = nullcontext
+    for n, (case, inputs, _, _) in enumerate(items):
+        calls = [call_of(case, inputs, b.job[1]) for b in built]
+        times = timer.rounds(calls, [scope] * len(calls), rounds, seconds, bar.step(n))
+        for i, measured in enumerate(times):
+            medians[i].append(measure.quantile(measured, 0.5))
+    return medians
+
+
+def ranked(built: Sequence[Built], medians: Sequence[Sequence[float]]) -> list[Result]:
+    """Best first; the first of built is what the others are compared with."""
+    results = [
+        Result(b, tuple(ms), geometric_mean(a / m for a, m in zip(medians[0], ms, strict=True)))
+        for b, ms in zip(built, medians, strict=True)
+    ]
+    return sorted(results, key=lambda r: -r.score)
+
+
+def table(results: Sequence[Result], shapes: Sequence[Case]) -> list[str]:
+    lines = ["rank  score  " + "TFLOP/s".ljust(9 * len(shapes)) + "  regs    smem  config"]
+    for n, r in enumerate(results, 1):
+        rates = [s.flops() / ms * 1e-9 for s, ms in zip(shapes, r.ms, strict=True)]
+        problem, config = r.built.job
+        used = r.built.resources
+        lines.append(
+            f"{n:4}  {r.score:.3f}  "
+            + "".join(f"{rate:9.0f}" for rate in rates)
+            + f"  {used.registers if used else '?':>4}  {config.smem_bytes(problem):6}  "
+            + config_source(config)
+        )
+    return lines
+
+
+def row_source(width: int, full: FwdConfig, causal: FwdConfig) -> str:
+    return f"    ({width}, {config_source(full)}, {config_source(causal)}),"
+
+
+def with_row(source: str, problem: Problem, config: FwdConfig) -> str:
+    """tuning.py's text with config in the row of the problem's width; the row is added, with the
+    other mask's config as it was, where the table has none of that width."""
+    width = max(problem.head_dim, problem.head_dim_v)
+    other = tuning.pick(replace(problem, causal=not problem.causal))
+    full, causal = (other, config) if problem.causal else (config, other)
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.AnnAssign) and getattr(node.target, "id", "") == "FORWARD":
+            rows = node.value.elts if isinstance(node.value, ast.Tuple) else []
+            break
+    else:
+        raise ValueError("tuning.py has no table FORWARD")
+    lines = source.splitlines()
+    new = row_source(width, full, causal)
+    for row in rows:
+        limit = row.elts[0].value if isinstance(row, ast.Tuple) else 0  # type: ignore[attr-defined]
+        if limit >= width:
+            end = row.end_lineno if limit == width else row.lineno - 1
+            lines[row.lineno - 1 : end] = [new]
+            return "\n".join(lines) + "\n"
+    raise ValueError(f"tuning.py has no row for a head_dim of {width}")
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(prog="python -m cute_attn tune", description=__doc__)
+    p.add_argument(
+        "--shape",
+        action="append",
+        default=[],
+        metavar="b=..,hq=..,sq=..,d=..",
+        help="again for more of the same head dims, dtype and mask",
+    )
+    p.add_argument("--cases", default="", metavar="NAME,..", help="names of bench --list")
+    p.add_argument("--data", default="normal", choices=c.DATA)
+    p.add_argument("--slope", type=float, default=c.SLOPE)
+    p.add_argument("--jobs", type=int, default=min(os.cpu_count() or 1, 16), help="compilers")
+    p.add_argument("--limit", type=int, default=0, help="so many feasible configs, 0: all")
+    p.add_argument("--top", type=int, default=8, help="timed at length (%(default)s)")
+    p.add_argument("--rounds", type=int, default=40, help="of those (%(default)s)")
+    p.add_argument("--seconds", type=float, default=20.0, help="at most, per case and stage")
+    p.add_argument("--write", action="store_true", help="put the winner into tuning.py")
+    return p
+
+
+def main(argv: Sequence[str]) -> int:
+    args = parser().parse_args(argv)
+    try:
+        names = [name for name in args.cases.split(",") if name]
+        shapes = [case for case, _ in c.find_cases(names)] + [c.parse_shape(s) for s in args.shape]
+    except ValueError as error:
+        parser().error(str(error))
+    if len({case.problem().static() for case in shapes}) != 1:
+        parser().error("give shapes of one kernel class: same head dims, dtype and mask")
+    problem = shapes[0].problem()
+    configs, skipped = sort_out(problem, args.limit)
+    print(f"{describe(problem)}: {len(configs)} configs to try, {len(skipped)} infeasible")
+    for config, why in skipped:
+        print(f"  skipped {config_source(config)}: {why}")
+    built = compiled(problem, configs, args.jobs)
+    if not kernels_run_here():
+        print("not timed: no Hopper GPU here. Compiled:")
+        print(*table([Result(b, (), 1.0) for b in built], []), sep="\n")
+        return 0
+    import torch
+
+    with torch.no_grad():
+        results = measured(args, shapes, built)
+    if not results:
+        print("no config gives right results")
+        return 1
+    print(*table(results, shapes), sep="\n")
+    winner = results[0].built.job[1]
+    print(f"winner: {config_source(winner)}, {results[0].score:.3f} of the table's config")
+    if args.write:
+        path = Path(tuning.__file__)
+        path.write_text(with_row(path.read_text(), problem, winner))
+        print(f"written to {path}; add the measured reason beside the row")
+    return 0
+
+
+def compiled(problem: Problem, configs: Sequence[FwdConfig], jobs: int) -> list[Built]:
+    """In the order of configs, without those that do not compile (they are printed)."""
+    done: dict[FwdConfig, Built] = {}
+    with Progress(len(configs), "compile") as bar:
+        todo = [(problem.static(), config) for config in configs]
+        for n, b in enumerate(build_all(todo, "sm90", jobs), 1):
+            bar.at(n)
+            done[b.job[1]] = b
+    for b in done.values():
+        if b.error:
+            print(f"  skipped {config_source(b.job[1])}: {b.error}")
+        elif b.resources and b.resources.frame:
+            print(f"  note    {config_source(b.job[1])}: spills {b.resources.frame} bytes")
+    return [done[config] for config in configs if not done[config].error]
+
+
+def measured(args: argparse.Namespace, shapes: list[Case], built: list[Built]) -> list[Result]:
+    checker = Checker([*shapes, odd_case(shapes[0])], args.data, args.slope)
+    good = []
+    with Progress(len(built), "check") as bar:
+        for n, b in enumerate(built):
+            bar.at(n, config_source(b.job[1]))
+            why = checker.wrong(b.job[1])
+            if why:
+                bar.clear()
+                print(f"  dropped {config_source(b.job[1])}: {why}")
+            else:
+                good.append(b)
+    if not good:
+        return []
+    items = checker.items[: len(shapes)]
+    with Progress(len(shapes), "screen") as bar:
+        first = ranked(good, time_all(good, items, SCREENING, args.seconds, bar))
+    kept = [good[0]] + [r.built for r in first[: args.top] if r.built is not good[0]]
+    with Progress(len(shapes), "time") as bar:
+        return ranked(kept, time_all(kept, items, args.rounds, args.seconds, bar))

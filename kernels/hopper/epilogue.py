@@ -1,0 +1,76 @@
+"""O: registers -> the warpgroup's Q slot -> TMA store by its own warp. LSE: straight to global."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, pipeline
+from cutlass.cute.nvgpu import cpasync, warp
+
+from cute_attn.kernels.common.layout import acc_as_rows
+from cute_attn.kernels.hopper import scheduler
+from cute_attn.kernels.hopper.operands import Inputs, Smem, Tile
+
+
+def same_slots(problem) -> bool:
+    """Whether 16 rows of O lie within the same 16 rows of Q in a slot: a warp may then overwrite
+    its rows, which no other warp reads, without a barrier."""
+    return problem.tile_dim == problem.tile_dim_v or (
+        problem.tile_dim % 64 == 0 and problem.tile_dim_v % 64 == 0
+    )
+
+
+@cute.jit
+def hand_over_output(smem: Smem, f, norm: cute.Tensor, ring, slot: Int32):
+    O = acc_as_rows(f.acc_O)
+    for r in cutlass.range_constexpr(cute.size(norm)):
+        O[r, None].store(O[r, None].load() * norm[r])
+    dtype = smem.o.element_type
+    rO = cute.make_rmem_tensor_like(f.acc_O, dtype)
+    rO.store(f.acc_O.load().to(dtype))
+    matrices = 4 if cute.size(rO) % 8 == 0 else 2
+    atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=matrices), dtype)
+    copy = cute.make_tiled_copy_C(atom, f.mmas.pv).get_slice(f.tidx)
+    cute.copy(atom, copy.retile(rO), copy.partition_D(smem.o)[None, None, None, slot])
+    cute.arch.fence_view_async_shared()
+    cute.arch.mbarrier_arrive(ring.sync_object_full.get_barrier(slot))
+
+
+@cute.jit
+def store_lse(lse: cute.Tensor, rows: cute.Tensor, cS: cute.Tensor, tile: Tile, row0, seqlen_q):
+    """rows: one value per row this thread owns; the thread that owns column 0 writes it."""
+    C = acc_as_rows(cS)
+    if C[0, 0][1] == 0:
+        for r in cutlass.range_constexpr(cute.size(rows)):
+            row = row0 + C[r, 0][0]
+            if row < seqlen_q:
+                lse[row, tile.head, tile.batch] = rows[r]
+
+
+@cute.jit
+def store_tile(cfg, problem, x: Inputs, smem: Smem, pipes, tile: Tile, q):
+    gO = cute.local_tile(
+        x.o.tensor[None, None, tile.head, tile.batch], (64, problem.tile_dim_v), (None, 0)
+    )
+    sO, gO = cpasync.tma_partition(
+        x.o.atom, 0, cute.make_layout(1), cute.group_modes(smem.o, 0, 2), cute.group_modes(gO, 0, 2)
+    )
+    for w in cutlass.range_constexpr(cfg.warpgroups):
+        pipes.o.consumer_wait(q)
+        cute.copy(x.o.atom, sO[None, q.index], gO[None, tile.m_block * cfg.warpgroups + w])
+        cute.arch.cp_async_bulk_commit_group()
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+        cute.arch.sync_warp()
+        pipes.q.consumer_release(q)
+        q.advance()
+    return q
+
+
+@cute.jit
+def store(cfg, problem, x: Inputs, smem: Smem, pipes):
+    """One warp: O of every tile to global memory, then the slot goes back to the loader."""
+    consumer = pipeline.PipelineUserType.Consumer
+    q = pipeline.make_pipeline_state(consumer, cfg.q_slots)
+    t = pipeline.make_pipeline_state(consumer, 2)
+    tile, t = scheduler.receive(smem, pipes, t)
+    while tile.kv_end > 0:
+        q = store_tile(cfg, problem, x, smem, pipes, tile, q)
+        tile, t = scheduler.receive(smem, pipes, t)

@@ -1,0 +1,163 @@
+"""Hopper forward attention: one producer warp, `warpgroups` consumers, persistent over tiles.
+
+producer: load.py  ->  Q, K, V rings  ->  consumer: mainloop.py  ->  epilogue.py
+scheduler.py says which tile comes next.
+"""
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr, pipeline
+from cutlass.cute.nvgpu import cpasync
+
+from cute_attn.config import FwdConfig
+from cute_attn.kernels.common.softmax import make_softmax
+from cute_attn.kernels.hopper import epilogue, gemm, load, mainloop, scheduler, storage
+from cute_attn.kernels.hopper.operands import Inputs, Mmas, Shape, TmaOperand
+from cute_attn.problem import Problem
+
+DTYPES = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
+
+
+LOG2_E = 1.4426950408889634
+
+
+class ForwardSm90:
+    def __init__(self, problem: Problem, config: FwdConfig):
+        self.problem, self.cfg = problem.static(), config
+        self.dtype = DTYPES[problem.dtype]
+        dims = f"d{self.problem.head_dim}_dv{self.problem.head_dim_v}"
+        tile = f"{config.tile_m}x{config.tile_n}x{config.kv_stages}"
+        mask = "causal" if problem.causal else "full"
+        self.name = f"cute_attn_fwd_sm90_{problem.dtype}_{dims}_{mask}_{tile}"
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mO: cute.Tensor,
+        mLSE: cute.Tensor,
+        counter: cute.Tensor,
+        sms: Int32,
+        softmax_scale: Float32,
+        stream: cuda.CUstream,
+    ):
+        """mQ (batch, seqlen_q, heads_q, head_dim), mK (batch, seqlen_k, heads_kv, head_dim),
+        mV (batch, seqlen_k, heads_kv, head_dim_v), mO (batch, seqlen_q, heads_q, head_dim_v),
+        mLSE (batch, heads_q, seqlen_q), counter (1,): zero, and zero again afterwards."""
+        cfg = self.cfg
+        mQ, mK, mV, mO = [
+            cute.make_tensor(t.iterator, cute.select(t.layout, mode=[1, 3, 2, 0]))
+            for t in (mQ, mK, mV, mO)
+        ]
+        mLSE = cute.make_tensor(mLSE.iterator, cute.select(mLSE.layout, mode=[2, 1, 0]))
+        shape = self.shape(mQ, mK, mV)
+        mmas = gemm.make_mmas(cfg, self.problem, self.dtype)
+        grid = shape.m_blocks * shape.head_batches
+        if const_expr(cfg.schedule != "grid"):
+            grid = cutlass.min(grid, sms)
+        x = Inputs(*self.operands(mQ, mK, mV, mO), mQ, mK, mV, mLSE, counter)
+        self.kernel(x, mmas, shape, softmax_scale * LOG2_E).launch(
+            grid=(grid, 1, 1), block=(cfg.threads, 1, 1), stream=stream, min_blocks_per_mp=1
+        )
+
+    def shape(self, mQ, mK, mV) -> Shape:
+        heads_q, q_per_kv = mQ.shape[2], mQ.shape[2] // mK.shape[2]
+        # K and V bytes of one head; in Int64, as a long sequence passes 2^31
+        head_bytes = Int64(mK.shape[0]) * (2 * (mK.shape[1] + mV.shape[1]))
+        heads = heads_q * mQ.shape[3]
+        group = Int32(cutlass.max(Int64(self.cfg.l2_mb << 20) // head_bytes, Int64(1))) * q_per_kv
+        group = cutlass.min(group, heads)
+        tail = heads - (heads - group) // group * group  # whole groups before it
+        m_blocks = cute.ceil_div(mQ.shape[0], self.cfg.tile_m)
+        return Shape(
+            mQ.shape[0], mK.shape[0], heads_q, q_per_kv, m_blocks, heads, group, tail
+        )
+
+    def operands(self, mQ, mK, mV, mO) -> tuple[TmaOperand, ...]:
+        cfg, d, dv = self.cfg, self.problem.tile_dim, self.problem.tile_dim_v
+        get, put = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        slots, slot = cfg.q_slots, 64 * max(d, dv)
+        return (
+            self.operand(get, mQ, (64, d), slots, slot),
+            self.operand(get, mK, (cfg.tile_n, d), cfg.kv_stages),
+            self.operand(get, mV, (cfg.tile_n, dv), cfg.v_ring),
+            self.operand(put, mO, (64, dv), slots, slot),
+        )
+
+    def operand(self, op, tensor, tile, stages, stage_elements=0) -> TmaOperand:
+        layout = storage.tile_layout(self.dtype, tile, stages, stage_elements)
+        one_tile = cute.select(layout, mode=[0, 1])
+        atom, coords = cpasync.make_tiled_tma_atom(op, tensor, one_tile, tile)
+        return TmaOperand(atom, coords, layout)
+
+    @cute.kernel
+    def kernel(
+        self, x: Inputs, mmas: Mmas, shape: Shape, scale_log2: Float32
+    ):
+        cfg, problem = self.cfg, self.problem
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        shared = cutlass.memory.SmemAllocator().allocate(storage.storage_struct(cfg, self.dtype, x))
+        smem = storage.smem_tensors(shared, x)
+        pipes = storage.make_pipelines(cfg, self.dtype, shared, x)
+        consumer_regs, producer_regs = cfg.registers
+
+        if warp < 4:
+            cute.arch.setmaxregister_decrease(producer_regs)
+            if warp == 0:
+                load.load(cfg, problem, x, smem, pipes, shape)
+            if warp == 1:
+                epilogue.store(cfg, problem, x, smem, pipes)
+        else:
+            cute.arch.setmaxregister_increase(consumer_regs)
+            self.consume(x, mmas, smem, pipes, shape, scale_log2)
+
+    @cute.jit
+    def consume(self, x, mmas, smem, pipes, shape, scale_log2):
+        cfg, problem = self.cfg, self.problem
+        tidx = cute.arch.thread_idx()[0] - 128
+        wg = cute.arch.make_warp_uniform(tidx // 128)
+        f = mainloop.make_fragments(cfg, problem, mmas, smem, tidx - wg * 128, wg)
+        softmax = make_softmax(problem, scale_log2)
+        c = mainloop.Consumer(cfg, problem, x, smem, f, softmax, pipes, shape)
+        consumer = pipeline.PipelineUserType.Consumer
+        q = pipeline.PipelineState(cfg.q_slots, Int32(0), wg, Int32(0))
+        k = pipeline.make_pipeline_state(consumer, cfg.kv_stages)
+        v = pipeline.make_pipeline_state(consumer, cfg.v_ring)
+        t = pipeline.make_pipeline_state(consumer, 2)
+        if wg == cfg.warpgroups - 1:
+            c.pass_token()
+        tile, t = scheduler.receive(smem, pipes, t)
+        while tile.kv_end > 0:
+            rows = c.rows_of(tile)
+            k, v = c.begin(q, k, v, tile, rows)
+            k, v = c.blocks(q, k, v, tile, rows)
+            q, v = c.end(q, v, tile, rows)
+            tile, t = scheduler.receive(smem, pipes, t)
+
+
+def compile_fwd(problem: Problem, config: FwdConfig, options: str = ""):
+    """Compile for the target in CUTE_DSL_ARCH; needs no GPU and no torch. Sizes, head counts,
+    head dims within their class and strides stay run-time values."""
+    kernel = ForwardSm90(problem, config)
+    dtype = kernel.dtype
+    b, sq, sk, hq, hk, d, dv = (cute.sym_int32() for _ in range(7))
+
+    def tensor(s, h, width):
+        strides = tuple(cute.sym_int64(divisibility=8) for _ in range(3))
+        return cute.runtime.make_fake_tensor(dtype, (b, s, h, width), (*strides, 1), assumed_align=16)
+
+    q, k, v, o = tensor(sq, hq, d), tensor(sk, hk, d), tensor(sk, hk, dv), tensor(sq, hq, dv)
+    lse = cute.runtime.make_fake_compact_tensor(
+        Float32, (b, hq, sq), stride_order=(2, 1, 0), assumed_align=4
+    )
+    counter = cute.runtime.make_fake_compact_tensor(Int32, (1,), assumed_align=4)
+    for part in (kernel.kernel, kernel.__call__):
+        part.set_name_prefix(kernel.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+    stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+    return cute.compile(
+        kernel, q, k, v, o, lse, counter, Int32(1), Float32(1.0), stream,
+        options=f"--enable-tvm-ffi {options}",
+    )  # fmt: skip

@@ -1,0 +1,60 @@
+"""Named bundles, so that device functions take few arguments."""
+
+from typing import NamedTuple
+
+import cutlass.cute as cute
+from cutlass import Int32
+
+
+class TmaOperand(NamedTuple):
+    atom: cute.CopyAtom
+    tensor: cute.Tensor  # TMA coordinate tensor, (seqlen, head_dim, head, batch)
+    layout: cute.ComposedLayout  # shared memory, (tile, ..., stages)
+
+
+class Mmas(NamedTuple):
+    qk: cute.TiledMma  # S = Q K^T, both from shared memory
+    qk_half: cute.TiledMma  # the same for the first half of a block's keys
+    pv: cute.TiledMma  # O += P V, P in registers
+
+
+class Inputs(NamedTuple):
+    q: TmaOperand
+    k: TmaOperand
+    v: TmaOperand
+    o: TmaOperand
+    gQ: cute.Tensor  # (seqlen_q, head_dim, head, batch), read outside TMA in rare branches only
+    gK: cute.Tensor  # (seqlen_k, head_dim, kv_head, batch)
+    gV: cute.Tensor  # (seqlen_k, head_dim_v, kv_head, batch)
+    lse: cute.Tensor  # (seqlen_q, head, batch)
+    counter: cute.Tensor  # (1,) int32, zero between launches
+
+
+class Smem(NamedTuple):
+    q: cute.Tensor  # (64, head_dim, warpgroups * q_stages)
+    k: cute.Tensor  # (tile_n, head_dim, stages)
+    v: cute.Tensor  # (tile_n, head_dim_v, stages)
+    o: cute.Tensor  # (64, head_dim_v, warpgroups * q_stages), in the same slots as q
+    tickets: cute.Tensor  # (4, 2) coordinates of tiles, from the loader to everybody else
+
+
+class Shape(NamedTuple):
+    """Run-time extents of one launch."""
+
+    seqlen_q: Int32
+    seqlen_k: Int32
+    heads_q: Int32
+    q_per_kv: Int32  # query heads that share a KV head
+    m_blocks: Int32
+    head_batches: Int32  # heads_q * batch
+    group: Int32  # heads whose K and V share the L2
+    tail: Int32  # heads of the last group
+
+
+class Tile(NamedTuple):
+    """Coordinates of one CTA's work."""
+
+    m_block: Int32
+    head: Int32
+    batch: Int32
+    kv_end: Int32  # one past the last KV block; 0: no tile, the work is done

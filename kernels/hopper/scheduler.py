@@ -1,0 +1,75 @@
+"""Which tile comes next: round-robin, or by tickets drawn from a counter in global memory."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, const_expr
+
+from cute_attn.kernels.common.mask import kv_block_end
+from cute_attn.kernels.hopper.operands import Shape, Smem, Tile
+
+
+@cute.jit
+def tile_at(cfg, problem, shape: Shape, index: Int32) -> Tile:
+    """Causal: longest tiles first within a group of heads that share the L2. Past the last index:
+    no tile."""
+    if const_expr(problem.causal):
+        tail = shape.head_batches - shape.tail
+        first = index // (shape.m_blocks * shape.group) * shape.group
+        width = shape.group
+        if first >= tail:
+            first = tail
+            width = shape.tail
+        rest = index - first * shape.m_blocks
+        row = rest // width
+        m_block = shape.m_blocks - 1 - row
+        head_batch = first + rest - row * width
+    else:
+        head_batch = index // shape.m_blocks
+        m_block = index - head_batch * shape.m_blocks
+    batch = head_batch // shape.heads_q
+    head = head_batch - batch * shape.heads_q
+    end = kv_block_end(cfg, problem, (m_block + 1) * cfg.tile_m, shape)
+    end = end if index < shape.m_blocks * shape.head_batches else Int32(0)
+    return Tile(m_block, head, batch, end)
+
+
+@cute.jit
+def draw_ticket(counter: cute.Tensor, total: Int32) -> Int32:
+    """One warp takes the next tile; whoever draws the last ticket resets the counter."""
+    ticket = Int32(0)
+    if cute.arch.lane_idx() == 0:
+        ticket = cute.arch.atomic_add(counter.iterator.llvm_ptr, Int32(1))
+        if ticket == total - 1:
+            counter[0] = Int32(0)
+    return cute.arch.shuffle_sync(ticket, 0) + cute.arch.grid_dim()[0]
+
+
+@cute.jit
+def next_index(cfg, counter: cute.Tensor, index: Int32, total: Int32) -> Int32:
+    if const_expr(cfg.schedule == "dynamic"):
+        following = draw_ticket(counter, total)
+    else:
+        following = index + cute.arch.grid_dim()[0]
+    return following
+
+
+@cute.jit
+def publish(smem: Smem, pipes, tile: Tile, t):
+    """The loader alone divides indices into coordinates; the others read them here."""
+    pipes.tickets.producer_acquire(t)
+    if cute.arch.lane_idx() == 0:
+        for i in cutlass.range_constexpr(4):
+            smem.tickets[i, t.index] = tile[i]
+    pipes.tickets.producer_commit(t)
+    t.advance()
+    return t
+
+
+@cute.jit
+def receive(smem: Smem, pipes, t):
+    pipes.tickets.consumer_wait(t)
+    m_block, head, batch, kv_end = [smem.tickets[i, t.index] for i in range(4)]
+    pipes.tickets.consumer_release(t)
+    t.advance()
+    uniform = cute.arch.make_warp_uniform
+    return Tile(uniform(m_block), uniform(head), uniform(batch), uniform(kv_end)), t

@@ -1,0 +1,106 @@
+"""Shared memory: layouts, the storage struct and the pipelines that guard it."""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as hopper
+from cutlass import pipeline
+from cutlass.cute.nvgpu import warpgroup
+from cutlass.tensor_utils import LayoutEnum
+
+from cute_attn.kernels.hopper.operands import Inputs, Smem
+
+
+def tile_layout(dtype, shape, stages, stage_elements=0):
+    """Row-major tile in the widest swizzle that divides its row, with a stage mode whose stride
+    is at least stage_elements."""
+    kind = hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, dtype, shape[1])
+    atom = warpgroup.make_smem_layout_atom(kind, dtype)
+    layout = cute.tile_to_shape(atom, (*shape, stages), order=(0, 1, 2))
+    if stage_elements <= shape[0] * shape[1]:
+        return layout
+    tile = cute.select(layout.outer, mode=[0, 1])
+    stage = cute.make_layout(stages, stride=stage_elements)
+    outer = cute.make_layout((*tile.shape, stage.shape), stride=(*tile.stride, stage.stride))
+    return cute.make_composed_layout(layout.inner, layout.offset, outer)
+
+
+def storage_struct(cfg, dtype, x: Inputs):
+    def tile(elements):
+        return cute.struct.Align[cute.struct.MemRange[dtype, elements], 1024]
+
+    def ring(stages):
+        return cute.struct.MemRange[cutlass.Int64, 2 * stages]
+
+    @cute.struct
+    class Storage:
+        q_full: ring(cfg.q_slots)
+        k_full: ring(cfg.kv_stages)
+        v_full: ring(cfg.v_ring)
+        o_full: ring(cfg.q_slots)
+        ticket_full: ring(2)
+        tickets: cute.struct.MemRange[cutlass.Int32, 8]
+        q: tile(max(cute.cosize(x.q.layout), cute.cosize(x.o.layout)))
+        k: tile(cute.cosize(x.k.layout))
+        v: tile(cute.cosize(x.v.layout))
+
+    return Storage
+
+
+class Pipelines(NamedTuple):
+    q: pipeline.PipelineTmaAsync
+    k: pipeline.PipelineTmaAsync
+    v: pipeline.PipelineTmaAsync
+    o: pipeline.PipelineAsync  # only its full barriers: the Q ring hands the slots back
+    tickets: pipeline.PipelineAsync
+
+
+def make_pipelines(cfg, dtype, storage, x: Inputs) -> Pipelines:
+    """One producer thread; every consumer warp releases a K or V slot, one a Q slot."""
+
+    def group(n):
+        return pipeline.CooperativeGroup(pipeline.Agent.Thread, n)
+
+    def ring(barriers, stages, layout, releases):
+        return pipeline.PipelineTmaAsync.create(
+            barrier_storage=barriers.data_ptr(),
+            num_stages=stages,
+            producer_group=group(1),
+            consumer_group=group(releases),
+            tx_count=cute.size_in_bytes(dtype, cute.select(layout, mode=[0, 1])),
+            defer_sync=True,
+        )
+
+    def handshake(barriers, stages, writers, readers):
+        return pipeline.PipelineAsync.create(
+            barrier_storage=barriers.data_ptr(),
+            num_stages=stages,
+            producer_group=group(writers),
+            consumer_group=group(readers),
+            defer_sync=True,
+        )
+
+    pipes = Pipelines(
+        ring(storage.q_full, cfg.q_slots, x.q.layout, 1),
+        ring(storage.k_full, cfg.kv_stages, x.k.layout, 4 * cfg.warpgroups),
+        ring(storage.v_full, cfg.v_ring, x.v.layout, 4 * cfg.warpgroups),
+        handshake(storage.o_full, cfg.q_slots, 128, 1),
+        handshake(storage.ticket_full, 2, 32, 128 * cfg.warpgroups + 32),
+    )
+    cute.arch.mbarrier_init_fence()
+    cute.arch.barrier()
+    return pipes
+
+
+def smem_tensors(storage, x: Inputs) -> Smem:
+    def view(field, layout):
+        return field.get_tensor(layout.outer, swizzle=layout.inner)
+
+    return Smem(
+        q=view(storage.q, x.q.layout),
+        k=view(storage.k, x.k.layout),
+        v=view(storage.v, x.v.layout),
+        o=view(storage.q, x.o.layout),
+        tickets=storage.tickets.get_tensor(cute.make_layout((4, 2))),
+    )

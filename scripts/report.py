@@ -1,0 +1,239 @@
+"""Tables of README.md and docs/measured.md and a plot, from committed benchmark records.
+
+    python scripts/report.py                    # all of benchmarks/*.jsonl
+    python scripts/report.py --check            # 1 if a table is not what the records say
+    python scripts/report.py --plot docs/forward.svg
+
+Tables stand between `<!-- report:NAME -->` and `<!-- /report -->`. Records of several runs are
+put together: the median of the rates, the geometric mean of the ratios. A cell takes the runs of
+the newest code that was timed there. Losses are marked.
+"""
+
+import argparse
+import re
+import statistics
+import sys
+from pathlib import Path
+
+sys.path.pop(0)  # scripts/ has a profile.py, as Python has
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from cute_attn.tools import cases, records
+from cute_attn.tools.records import ROOT
+
+PLACES = ("README.md", "docs/measured.md")
+MARKERS = re.compile(r"(<!-- report:(\w+) -->\n)(.*?)(<!-- /report -->)", re.S)
+PEERS = ("cudnn", "fa2", "fa3", "fa4")
+DATA_NAME = {
+    "normal": "N(0,1) data",
+    "ramp": "ramp data (the maximum moves in every block)",
+    "x30": "30·N(0,1) data",
+    "outliers": "N(0,1) + N(0,100)·Bernoulli(0.001) data",
+}
+NOTHING = "*No records yet.*\n"
+
+
+def newest(found):
+    """Records without those that a later run of other code has overtaken, cell by cell."""
+    latest = {}
+    for r in sorted(found, key=lambda r: r["time"]):
+        latest[r["case"], r["data"], "p50_us" in r] = r.get("source")
+    return [r for r in found if latest[r["case"], r["data"], "p50_us" in r] == r.get("source")]
+
+
+def cells(found, names, data):
+    """{case: {impl: (rate, ratio, time)}} over all runs, for the given cases, in their order."""
+    table = {}
+    for name in names:
+        here = [r for r in found if r["case"] == name and r["data"] == data and "p50_ms" in r]
+        for impl in dict.fromkeys(r["impl"] for r in here):
+            mine = [r for r in here if r["impl"] == impl]
+            ratios = [r["ratio"] for r in mine if "ratio" in r]
+            table.setdefault(name, {})[impl] = (
+                statistics.median(r["tflops"] for r in mine),
+                records.geometric_mean(ratios) if ratios else None,
+                statistics.median(r["p50_ms"] for r in mine),
+            )
+    return {name: by for name, by in table.items() if "ours" in by}
+
+
+def heading(found):
+    """Where the figures come from: command, GPU, driver, versions, runs."""
+    commands = dict.fromkeys(r["command"] for r in found)
+    gpus = dict.fromkeys(f"{r['gpu']}, driver {r['driver']}" for r in found)
+    versions = {}
+    for r in found:
+        versions |= r["versions"]
+    runs = len({r["run"] for r in found})
+    days = sorted({r["time"][:10] for r in found})
+    lines = [f"`{command}`  " for command in commands]
+    known = ("torch", "cudnn", "cutlass_dsl", "fa3", "fa4")
+    text = ", ".join(f"{name} {versions[name]}" for name in known if name in versions)
+    span = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
+    lines.append(f"{'; '.join(gpus)}; {text}; {runs} run{'s' * (runs > 1)}, {span}.")
+    return lines
+
+
+def marked(ratio):
+    """Losses stand out."""
+    if ratio is None:
+        return "-"
+    return f"{ratio:.2f}×" if round(ratio, 3) >= 1 else f"**{ratio:.3f}× ▼**"
+
+
+def verdict(table):
+    ratios = {name: by["ours"][1] for name, by in table.items() if by["ours"][1] is not None}
+    if not ratios:
+        return ["No peer ran."]
+    lost = [name for name, ratio in ratios.items() if round(ratio, 3) < 1]
+    mean = records.geometric_mean(ratios.values())
+    text = f"Geometric mean {mean:.3f} of the best peer over {len(ratios)} cells; "
+    return [text + (f"lost: {', '.join(lost)}." if lost else "no cell lost.")]
+
+
+def of_names(found, names):
+    wanted = set(names)
+    return [r for r in found if r["case"] in wanted and "p50_ms" in r]
+
+
+def compact(found):
+    """head_dim and mask down, seqlen across: rate and ratio of ours on N(0,1) data."""
+    main = cases.CASES["main18"]
+    table = cells(found, [c.name for c in main], "normal")
+    if not table:
+        return NOTHING
+    lengths = sorted({c.seqlen_q for c in main})
+    here = [r for r in of_names(found, table) if r["data"] == "normal"]
+    lines = [*heading(here), ""]
+    lines += ["| head_dim | mask |" + "".join(f" {s // 1024}k |" for s in lengths)]
+    lines += ["|---|---|" + "---|" * len(lengths)]
+    for d in sorted({c.head_dim for c in main}):
+        for causal in (False, True):
+            texts = []
+            for s in lengths:
+                by = table.get(cases.standard(d, s, causal).name, {})
+                texts.append(f"{by['ours'][0]:.0f} · {marked(by['ours'][1])}" if by else "-")
+            lines.append(f"| {d} | {'causal' if causal else 'full'} | {' | '.join(texts)} |")
+    return "\n".join([*lines, "", *verdict(table)]) + "\n"
+
+
+def full(found, name, data):
+    """One row a cell, everyone in it."""
+    names = [c.name for c in cases.CASES[name]]
+    table = cells(found, names, data)
+    if not table:
+        return NOTHING
+    here = [r for r in of_names(found, table) if r["data"] == data]
+    peers = [p for p in PEERS if any(p in by for by in table.values())]
+    head = ["cell", "ours", *peers, "ours / best peer"]
+    lines = [*heading(here), "", f"TFLOP/s on {DATA_NAME[data]}.", ""]
+    lines += ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    for cell, by in table.items():
+        rates = [shown(by[i]) if i in by else "-" for i in ("ours", *peers)]
+        lines.append(f"| {cell} | {' | '.join(rates)} | {marked(by['ours'][1])} |")
+    return "\n".join([*lines, "", *verdict(table)]) + "\n"
+
+
+def shown(entry):
+    rate, _, ms = entry
+    return f"{rate:.0f}" if rate >= 50 else f"{ms * 1e3:.1f} µs"
+
+
+def host(found):
+    here = [r for r in found if "p50_us" in r]
+    if not here:
+        return NOTHING
+    lines = [
+        *heading(here),
+        "",
+        "| shape | implementation | host µs a warm call |",
+        "|---|---|---|",
+    ]
+    for case, impl in dict.fromkeys((r["case"], r["impl"]) for r in here):
+        mine = [r["p50_us"] for r in here if (r["case"], r["impl"]) == (case, impl)]
+        lines.append(f"| {case} | {impl} | {statistics.median(mine):.1f} |")
+    return "\n".join(lines) + "\n"
+
+
+TABLES = {
+    "compact": compact,
+    "main": lambda found: full(found, "main18", "normal"),
+    "ramp": lambda found: full(found, "main18", "ramp"),
+    "extra": lambda found: full(found, "extra", "normal"),
+    "tuning": lambda found: full(found, "tuning", "normal"),
+    "host": host,
+}
+
+
+def regenerate(text, found):
+    return MARKERS.sub(lambda m: m[1] + TABLES[m[2]](found) + m[4], text)
+
+
+def plot(found, path):
+    """Bars of everyone, a panel per head_dim and mask."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "cute_attn"  # the same file from the same records
+    from matplotlib import pyplot
+
+    main = cases.CASES["main18"]
+    table = cells(found, [c.name for c in main], "normal")
+    dims, lengths = sorted({c.head_dim for c in main}), sorted({c.seqlen_q for c in main})
+    impls = [
+        i for i in ("fa2", "cudnn", "fa4", "fa3", "ours") if any(i in by for by in table.values())
+    ]
+    figure, axes = pyplot.subplots(2, len(dims), figsize=(11, 5.2), sharey=True)
+    for column, d in enumerate(dims):
+        for row, causal in enumerate((False, True)):
+            axis = axes[row][column]
+            for n, impl in enumerate(impls):
+                heights = [
+                    table.get(cases.standard(d, s, causal).name, {}).get(impl, (0,))[0]
+                    for s in lengths
+                ]
+                places = [i + (n - (len(impls) - 1) / 2) * 0.16 for i in range(len(lengths))]
+                color = "#76b900" if impl == "ours" else str(0.8 - 0.15 * n)
+                bars = axis.bar(places, heights, 0.15, label=impl, color=color)
+                if impl == "ours":
+                    axis.bar_label(bars, fmt="%.0f", fontsize=7)
+            axis.set_title(f"head_dim {d}, {'causal' if causal else 'full'}", fontsize=9)
+            axis.set_xticks(range(len(lengths)), [f"{s // 1024}k" for s in lengths])
+            axis.spines[["top", "right"]].set_visible(False)
+    axes[0][0].set_ylabel("TFLOP/s")
+    axes[1][0].set_ylabel("TFLOP/s")
+    axes[0][0].legend(fontsize=7, frameon=False)
+    gpu = next((r["gpu"] for r in found if r["gpu"]), "?")
+    figure.suptitle(f"Attention forward, bf16, 16k tokens, {gpu}", fontsize=10)
+    figure.tight_layout()
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Date": None} if str(path).endswith(".svg") else None)
+
+
+def main(argv):
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    p.add_argument("records", nargs="*", help="default: benchmarks/*.jsonl")
+    p.add_argument("--check", action="store_true", help="write nothing")
+    p.add_argument("--plot", metavar="FILE", help="SVG or PNG")
+    args = p.parse_args(argv)
+    try:
+        found = records.read(args.records or sorted((ROOT / "benchmarks").glob("*.jsonl")))
+    except (OSError, ValueError) as error:
+        p.error(str(error))
+    found = newest(found)
+    stale = []
+    for place in PLACES:
+        path = ROOT / place
+        old = path.read_text(encoding="utf-8")
+        new = regenerate(old, found)
+        if new != old:
+            stale.append(place)
+            if not args.check:
+                path.write_text(new, encoding="utf-8")
+    if args.plot and not args.check:
+        plot(found, args.plot)
+    print(f"{len(found)} records; " + (f"changed: {', '.join(stale)}" if stale else "up to date"))
+    return 1 if args.check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,113 @@
+"""The device path with CPU tensors: a Python stand-in for the kernel.
+
+It insists on what the real one requires of its operands, and computes with the reference.
+"""
+
+import contextlib
+import math
+
+import torch
+
+import cute_attn
+from cute_attn import compile as jit
+from cute_attn import launch, reference
+
+BF16 = torch.bfloat16
+
+
+def tensors(batch=2, seqlen_q=5, seqlen_k=7, heads_q=4, heads_kv=2, d=16, dv=16, dtype=BF16):
+    torch.manual_seed(0)
+    return (
+        torch.randn(batch, seqlen_q, heads_q, d).to(dtype),
+        torch.randn(batch, seqlen_k, heads_kv, d).to(dtype),
+        torch.randn(batch, seqlen_k, heads_kv, dv).to(dtype),
+    )
+
+
+def check_operand(t):
+    assert t.data_ptr() % 16 == 0 and t.stride(3) == 1
+    assert all(stride % 8 == 0 for stride in t.stride()[:3])
+    for i, (size, stride) in enumerate(zip(t.shape[:3], t.stride()[:3])):
+        assert stride > 0 or (size > 1 and launch.takes_stride_zero(i))
+
+
+class Device:
+    """What the stand-in saw."""
+
+    def __init__(self):
+        self.built, self.launches, self.counters = [], [], []
+        self.capturing, self.stream, self.fail = False, 7, False
+        self.fake_result = None  # instead of the reference, which copies
+
+    def build(self, problem, config, arch):
+        self.built.append((problem.static(), config, arch))
+
+        def kernel(q, k, v, o, lse, counter, sms, scale):
+            if self.fail:
+                raise RuntimeError("launch failed")
+            for t in (q, k, v, o):
+                check_operand(t)
+            assert lse.is_contiguous() and lse.dtype == torch.float32
+            assert counter.shape == (1,) and counter.item() == 0 and sms == 132
+            assert type(scale) is float and scale > 0
+            if self.fake_result is not None:
+                o.copy_(self.fake_result)
+                return
+            scale = -scale if problem.negative_scale else scale
+            result = reference.attention_blockwise(
+                q, k, v, causal=problem.causal, softmax_scale=scale
+            )
+            o.copy_(result[0])
+            lse.copy_(result[1])
+            self.launches.append((q, k, v, o))
+            self.counters.append(counter.data_ptr())
+
+        return kernel
+
+
+def install(monkeypatch):
+    """Make CPU tensors take the device path; see the fixture stand_in."""
+    fake, memory = Device(), {}
+
+    def get(problem, config, arch):
+        key = (problem.static(), config, arch)
+        if key not in memory:
+            memory[key] = fake.build(*key)
+        return memory[key]
+
+    def prepare(index):
+        launch._idle_counters.setdefault(index, torch.zeros(1, dtype=torch.int32))
+        launch._slots.setdefault(index, torch.zeros(8, 4, dtype=torch.int32))
+
+    zeros = torch.zeros
+    monkeypatch.setattr(launch, "_native_arch", lambda device: "sm90")
+    monkeypatch.setattr(launch, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(launch, "_current_device", lambda: 0)
+    monkeypatch.setattr(launch, "_raw_stream", lambda index: fake.stream)
+    monkeypatch.setattr(launch, "_capturing", lambda: fake.capturing)
+    monkeypatch.setattr(launch, "_prepare_counters", prepare)
+    monkeypatch.setattr(launch, "CAPTURE_SLOTS", 8)
+    monkeypatch.setattr(
+        launch, "_empty", lambda *a: torch.empty_strided(*a[:2], dtype=a[2]).fill_(math.nan)
+    )
+    monkeypatch.setattr(
+        torch, "zeros", lambda *a, **k: zeros(*a, **{n: k[n] for n in k if n != "device"})
+    )
+    monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
+    monkeypatch.setattr(jit, "get", get)
+    monkeypatch.setattr(jit, "in_memory", lambda p, c, a: memory.get((p.static(), c, a)))
+    for name in ("_plans", "_counters", "_idle_counters", "_slots", "_slots_used"):
+        monkeypatch.setattr(launch, name, {})
+    return fake
+
+
+def check(q, k, v, **keywords):
+    """fwd against the reference on contiguous copies."""
+    out, lse = cute_attn.fwd(q, k, v, return_lse=True, **keywords)
+    keywords.pop("out", None)
+    want, want_lse = reference.attention(
+        *(t.detach().contiguous().clone() for t in (q, k, v)), **keywords
+    )
+    torch.testing.assert_close(out.double(), want, atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(lse.double(), want_lse, atol=1e-3, rtol=1e-3)
+    return out, lse

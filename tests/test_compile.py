@@ -1,0 +1,187 @@
+"""Builds kernels for sm_90a and looks at them; needs the DSL, no GPU.
+
+Every build is checked for local memory, shared memory and the instructions it is made of. For the
+tuning table's rows the counts of the main loops are compared with tests/golden_counts.json:
+
+    UPDATE_GOLDEN=1 python -m pytest tests/test_compile.py -n 2     # after a change that is meant
+"""
+
+import contextlib
+import json
+import os
+from dataclasses import replace
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from cute_attn import tuning
+from cute_attn.config import SMEM_LIMIT, FwdConfig
+from cute_attn.problem import MAX_HEAD_DIM, Problem
+from cute_attn.tools import inspect
+from cute_attn.tools.compile import describe, table_jobs
+
+pytestmark = pytest.mark.compile
+GOLDEN = Path(__file__).with_name("golden_counts.json")
+slow = pytest.mark.slow
+
+
+def job_id(job):
+    return describe(job[0]).replace(" ", "-").replace("/", "v")
+
+
+def picked(problem):
+    return problem, tuning.pick(problem)
+
+
+TABLE = table_jobs()
+ROWS = {problem.head_dim for problem, _ in TABLE}
+# every class of head dims that is not a row of its own; static() rounds up to these
+CLASSES = [
+    picked(Problem(dtype, d, d, causal))
+    for dtype in ("bf16", "fp16")
+    for d in range(16, MAX_HEAD_DIM + 1, 16)
+    for causal in (False, True)
+    if d not in ROWS
+]
+PAIRS = [
+    picked(Problem(dtype, d, dv, causal))
+    for dtype, causal in (("bf16", True), ("fp16", False))
+    for d, dv in ((192, 128), (64, 128), (128, 64), (64, 256), (256, 64), (16, 256), (256, 16))
+]
+BASE = Problem("bf16", 128, 128, True)
+KNOBS = [
+    (replace(BASE, negative_scale=True), FwdConfig()),
+    (BASE, FwdConfig(schedule="grid")),
+    (BASE, FwdConfig(64, 128, pingpong=False)),
+    (BASE, FwdConfig(overlap=False, exact_max=True)),
+    (BASE, FwdConfig(128, 64, kv_stages=4, v_stages=3, pingpong=False)),
+]
+FEW = [job for job in PAIRS if job[0].dtype == "bf16"][:2] + KNOBS[:2]
+
+
+@contextlib.contextmanager
+def no_float_maxima():
+    """cutlass.max and min on floats are a compare and a select where fmax is one instruction, and
+    they drop NaN differently. Types are known while tracing only."""
+    import cutlass
+
+    found = []
+
+    def watched(name, original):
+        def call(*values, **keywords):
+            kinds = [type(value).__name__ for value in values]
+            if any(isinstance(v, float) or "Float" in kind for v, kind in zip(values, kinds)):
+                found.append(f"cutlass.{name}({', '.join(kinds)})")
+            return original(*values, **keywords)
+
+        return call
+
+    originals = {name: getattr(cutlass, name) for name in ("max", "min")}
+    for name, original in originals.items():
+        setattr(cutlass, name, watched(name, original))
+    try:
+        yield found
+    finally:
+        for name, original in originals.items():
+            setattr(cutlass, name, original)
+
+
+def check(problem, config):
+    with no_float_maxima() as floats:
+        built = inspect.build(problem, config)
+    used = built.resources
+    assert not floats
+    assert used.frame == 0 and not used.spills, used
+    assert 0 < used.smem <= SMEM_LIMIT
+    assert used.smem <= config.smem_bytes(problem), "infeasible() would not see it coming"
+    for opcode in ("HGMMA", "UTMALDG", "UTMASTG", "MUFU.EX2"):
+        assert used.counts.get(opcode), opcode
+    assert used.loops and all(loop.get("MUFU.EX2") for loop in used.loops)
+    assert used.registers * config.threads <= 65536
+    return used
+
+
+@cache
+def toolchain():
+    cu13 = any(d.name == "nvidia-cutlass-dsl-libs-cu13" for d in metadata.distributions())
+    return f"nvidia-cutlass-dsl {metadata.version('nvidia-cutlass-dsl')} cu{13 if cu13 else 12}"
+
+
+def write_golden(name, counts):
+    """One test at a time, whatever the workers: the file is read and written under a lock."""
+    import fcntl
+
+    with open(GOLDEN, "a+", encoding="utf-8") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        text = file.read()
+        golden = json.loads(text) if text else {}
+        if golden.get("toolchain") != toolchain():
+            golden = {"toolchain": toolchain()}
+        golden[name] = counts
+        file.seek(0)
+        file.truncate()
+        rows = [f"{json.dumps(k)}: {json.dumps(golden[k])}" for k in sorted(golden)]
+        file.write("{\n" + ",\n".join(rows) + "\n}\n")
+
+
+@pytest.mark.parametrize("job", TABLE, ids=job_id)
+def test_tuning_row(job):
+    used = check(*job)
+    name, counts = job_id(job), used.golden()
+    if os.environ.get("UPDATE_GOLDEN"):
+        write_golden(name, counts)
+        return
+    golden = json.loads(GOLDEN.read_text())
+    if golden["toolchain"] != toolchain():
+        pytest.skip(f"the counts are of {golden['toolchain']}")
+    assert counts == golden.get(name), "meant? then UPDATE_GOLDEN=1, and say why in the commit"
+
+
+@pytest.mark.parametrize("job", FEW, ids=job_id)
+def test_other_head_dims_and_knobs(job):
+    check(*job)
+
+
+@slow
+@pytest.mark.parametrize("job", CLASSES, ids=job_id)
+def test_every_head_dim_class(job):
+    check(*job)
+
+
+@slow
+@pytest.mark.parametrize("job", [j for j in PAIRS + KNOBS if j not in FEW], ids=job_id)
+def test_more_head_dims_and_knobs(job):
+    check(*job)
+
+
+def test_every_class_has_a_build():
+    """A head dim that Problem admits falls into a class that one of the tests above builds."""
+    built = {job[0].static() for job in TABLE + CLASSES}
+    for d in range(8, MAX_HEAD_DIM + 1, 8):
+        for causal in (False, True):
+            static = Problem("bf16", d, d, causal).static()
+            assert any(
+                (b.dtype, b.causal, b.tile_dim, b.tile_dim_v)
+                == (static.dtype, static.causal, static.tile_dim, static.tile_dim_v)
+                for b in built
+            ), d
+
+
+def test_the_ban_on_float_maxima_can_fail():
+    import cutlass
+
+    with no_float_maxima() as found, contextlib.suppress(Exception):
+        cutlass.max(1.0, 2.0)
+    assert found == ["cutlass.max(float, float)"]
+
+
+def test_spills_are_seen():
+    """A tile far too large for its registers: the reader must report local memory."""
+    try:
+        used = inspect.build(Problem("bf16", 256, 256), FwdConfig(128, 128, 1)).resources
+    except Exception as error:
+        pytest.skip(f"does not compile: {type(error).__name__}")
+    assert used.spills and used.frame > 0
