@@ -39,11 +39,10 @@ class FwdConfig:
             if getattr(self, name) not in allowed:
                 value = getattr(self, name)
                 raise ValueError(f"config.{name} is {value!r}: allowed are {_listed(allowed)}")
-        if not self.q_slots:
-            object.__setattr__(self, "q_slots", 2 * self.warpgroups)
-        if not self.warpgroups <= self.q_slots <= 16:
+        if not self.warpgroups <= self.q_ring <= 16:
             raise ValueError(
-                f"config.q_slots is {self.q_slots}: allowed are {self.warpgroups} (tile_m / 64) to 16"
+                f"config.q_slots is {self.q_slots}: allowed are 0 and {self.warpgroups} "
+                "(tile_m / 64) to 16"
             )
 
     @property
@@ -54,6 +53,10 @@ class FwdConfig:
     def ordered(self) -> bool:
         """Whether a token passes between warpgroups; one alone has nobody to wait for."""
         return self.pingpong and self.warpgroups > 1
+
+    @property
+    def q_ring(self) -> int:
+        return self.q_slots or 2 * self.warpgroups
 
     @property
     def v_ring(self) -> int:
@@ -79,7 +82,7 @@ class FwdConfig:
         return REGISTERS[self.warpgroups]
 
     def smem_bytes(self, problem: Problem, itemsize: int = 2) -> int:
-        q = self.q_slots * 64 * max(problem.tile_dim, problem.tile_dim_v)
+        q = self.q_ring * 64 * max(problem.tile_dim, problem.tile_dim_v)
         k = self.kv_stages * self.tile_n * problem.tile_dim
         v = self.v_ring * self.tile_n * problem.tile_dim_v
         return (q + k + v) * itemsize + BARRIER_BYTES

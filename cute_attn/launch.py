@@ -305,17 +305,11 @@ def checked_scale(scale: object) -> float:
 # Layouts that TMA can and cannot address
 
 
-def takes_stride_zero(dimension: int) -> bool:
-    """Whether the kernel reads stride 0 along batch (0), seqlen (1) or heads (2) as it is."""
-    return dimension in (0, 2)
-
-
 def _loadable_strides(t: Tensor) -> bool:
-    """Last stride 1, the others multiples of 16 bytes; a dimension of size 1 included, because
-    its stride reaches the TMA descriptor all the same."""
+    """Last stride 1, the others multiples of 16 bytes, 0 included; a dimension of size 1 too,
+    because its stride reaches the TMA descriptor all the same."""
     return t.stride(3) == 1 and all(
-        stride % 8 == 0 and stride < MAX_STRIDE and (stride > 0 or takes_stride_zero(i))
-        for i, stride in enumerate(t.stride()[:3])
+        stride % 8 == 0 and 0 <= stride < MAX_STRIDE for stride in t.stride()[:3]
     )
 
 
@@ -353,11 +347,8 @@ def _plain_unit_dims(t: Tensor) -> Tensor:
 
 
 def _copy(t: Tensor) -> Tensor:
-    """Contiguous, but what is expanded along batch or heads stays expanded."""
-    expanded = [
-        size > 1 and stride == 0 and takes_stride_zero(i)
-        for i, (size, stride) in enumerate(zip(t.shape[:3], t.stride()[:3]))
-    ]
+    """Contiguous, but what is expanded stays expanded."""
+    expanded = [size > 1 and stride == 0 for size, stride in zip(t.shape[:3], t.stride()[:3])]
     shape = t.shape
     for i, once in enumerate(expanded):
         if once:

@@ -6,24 +6,25 @@ from itertools import product
 from cute_attn.config import FwdConfig
 from cute_attn.problem import Problem
 
-# (largest head_dim or head_dim_v of the row, config when not causal, config when causal)
-FORWARD: tuple[tuple[int, FwdConfig, FwdConfig], ...] = (
-    (64, FwdConfig(192, 128, schedule="static"), FwdConfig(192, 128)),
-    (96, FwdConfig(192, 96, schedule="static"), FwdConfig(192, 96)),
-    (128, FwdConfig(128, 128, schedule="static"), FwdConfig(128, 128)),
-    (192, FwdConfig(128, 96, q_slots=2, schedule="static"), FwdConfig(128, 96, q_slots=2)),
-    (256, FwdConfig(128, 64, q_slots=3, schedule="static"), FwdConfig(128, 64, q_slots=3)),
+# (largest head_dim, largest head_dim_v, config when not causal, config when causal): the first row
+# that holds both serves. Reasons are in docs/measured.md.
+FORWARD: tuple[tuple[int, int, FwdConfig, FwdConfig], ...] = (
+    (64, 64, FwdConfig(192, 128), FwdConfig(192, 128)),
+    (96, 96, FwdConfig(192, 96), FwdConfig(192, 96)),
+    (128, 128, FwdConfig(128, 128), FwdConfig(128, 128)),
+    (192, 128, FwdConfig(128, 96), FwdConfig(128, 96)),
+    (192, 192, FwdConfig(128, 96, q_slots=3), FwdConfig(128, 96, q_slots=3)),
+    (256, 256, FwdConfig(128, 64, q_slots=3), FwdConfig(128, 64, q_slots=3)),
 )
 
 
 def pick(problem: Problem) -> FwdConfig:
-    """The measured best config. It depends on nothing but dtype, head dims and mask, so that a
-    row's bits never depend on what else is in the batch."""
-    width = max(problem.head_dim, problem.head_dim_v)
-    for limit, full, causal in FORWARD:
-        if width <= limit:
+    """The measured best config. It depends on nothing but head dims and mask, so that a row's
+    bits never depend on what else is in the batch."""
+    for head_dim, head_dim_v, full, causal in FORWARD:
+        if problem.head_dim <= head_dim and problem.head_dim_v <= head_dim_v:
             return causal if problem.causal else full
-    raise AssertionError(f"Problem admits no head_dim of {width}")
+    raise AssertionError(f"no row serves {problem}")
 
 
 def candidates(problem: Problem) -> Iterator[FwdConfig]:

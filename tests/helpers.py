@@ -18,6 +18,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import cute_attn
 from cute_attn import reference
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)  # workers whose threads wait for each other spin: 10 times slower
+
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 BF16, FP16 = torch.bfloat16, torch.float16
 UNIT = {BF16: 2.0**-8, FP16: 2.0**-11}  # relative error of rounding to nearest

@@ -52,7 +52,7 @@ KINDS = {  # kind -> copied
     "last dim first": True,
     "misaligned base": True,
     "expanded batch": False,
-    "expanded seqlen": not launch.takes_stride_zero(1),
+    "expanded seqlen": False,
     "expanded heads": False,
     "expanded, misaligned": True,
     "expanded everywhere": True,

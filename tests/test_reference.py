@@ -164,6 +164,22 @@ def test_blockwise_skips_hidden_blocks():
     assert watch.count["bmm"] == 8 * 9 // 2
 
 
+def test_blockwise_rows_have_the_same_bits_in_any_batch():
+    """BLAS takes other paths for a few rows, and for one matrix rather than many."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        for seqlen_q, seqlen_k in ((1, 1), (1, 100), (5, 100), (5, 17), (64, 1), (150, 140)):
+            q, k, v = qkv(6, seqlen_q, seqlen_k, 1, 64)
+            out, lse = reference.attention_blockwise(q, k, v)
+            for i, n in ((0, 1), (3, 1), (2, 3)):
+                part = slice(i, i + n)
+                got = reference.attention_blockwise(q[part], k[part], v[part])
+                assert torch.equal(got[0], out[part]) and torch.equal(got[1], lse[part])
+    finally:
+        torch.set_num_threads(threads)
+
+
 def test_oracle_gradients_follow_differences():
     q, k, v = (t.double() for t in qkv(1, 6, 5, (2, 1), 8))
 

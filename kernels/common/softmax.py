@@ -5,10 +5,10 @@ near it gives the same quotient O / l. Two steps are built on that:
 
 exact  takes the maximum of the block first, as the papers do.
 late   weighs the block against the reference it finds, at once, and only then looks at the row
-       sums. A sum above 2^slack raises the reference and scales the block's weights down, a power
-       of two, before they are rounded. Steady blocks cost no maximum, no exchange between threads
-       and no rescaling of O. Weights that left float32's safe range are weighed again, exactly,
-       from scores that the caller brings back.
+       sums. A sum that is too large raises the reference and scales the block's weights down by a
+       power of two, before they are rounded. Steady blocks cost no maximum, no exchange between
+       threads and no rescaling of O. Weights that left float32's safe range are weighed again,
+       exactly, from scores that the caller brings back.
 """
 
 from dataclasses import dataclass
@@ -17,15 +17,27 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
-from cute_attn.kernels.common.bits import INF_BITS, bits, bits_of, from_bits, quad_max_bits
+from cute_attn.kernels.common.bits import bits, bits_of, from_bits, quad_max_bits
 from cute_attn.kernels.common.layout import acc_as_rows
 
 LN_2 = 0.6931471805599453
-# log2 of the row sum (of one thread and block) that `late` lets pass. fp16 weights must stay
-# below 65504; bf16 has float32's range, and 2^24 leaves 2^80 for values of V.
-SLACK = {"bf16": 24.0, "fp16": 12.0}
-REPAIRABLE = 100.0  # log2 of the row sum above which weights may have overflowed
 KEPT, RAISED, LOST = 0, 1, 2  # what `late` did to the reference
+REPAIRABLE = 110.0  # log2 of a row sum above which weights may have overflowed
+PACE = 4  # blocks from one close look at the row sums to the next
+
+
+@dataclass(frozen=True)
+class Slack:
+    """In binades. fp16 weights must stay below 65504; bf16 has the range of float32, of which
+    2^70 remains for values of V."""
+
+    usual: float  # row sum (of one thread and block) that `late` lets pass
+    close: float  # the same in every PACE-th block: rows whose scores keep rising are raised in
+    # these blocks, all at once, and not one after the other in every block
+    ahead: int  # how far beyond the row sum the reference is raised, to be left alone for longer
+
+
+SLACK = {"bf16": Slack(40.0, 8.0, 24), "fp16": Slack(12.0, 4.0, 8)}
 
 
 @dataclass(frozen=True)
@@ -58,16 +70,19 @@ class OnlineSoftmax:
         self._add(new)
 
     @cute.jit
-    def late(self, acc_S: cute.Tensor) -> Int32:
+    def late(self, acc_S: cute.Tensor, block: Int32) -> Int32:
         """The same against the old reference, corrected if that was too low: KEPT, RAISED (fix
         says what O needs), or LOST: the state is as before and the scores are gone."""
         S, new = acc_as_rows(acc_S), cute.make_rmem_tensor(2, Float32)
+        slack = SLACK[self.problem.dtype]
+        usual, close = bits_of(2.0**slack.usual), bits_of(2.0**slack.close)
+        limit = Int32(close) if block % PACE == 0 else Int32(usual)
         self._negate_if_asked(S)
         over = Boolean(False)
         for r in cutlass.range_constexpr(2):
             self.fix[r] = Float32(1.0)
             new[r] = self._weigh(S, r, self.ref[r])
-            over = over | self._too_large(new, r, SLACK[self.problem.dtype])
+            over = over | self._too_large(new, r, limit)
         outcome = Int32(KEPT)
         if cute.arch.vote_any_sync(over):
             outcome = self._correct(S, new)
@@ -93,16 +108,16 @@ class OnlineSoftmax:
             self.row_sum[r] = self.row_sum[r] * self.fix[r] + new[r]
 
     @cute.jit
-    def _too_large(self, new, r: cutlass.Constexpr[int], limit: cutlass.Constexpr[float]):
-        """Above 2^limit, infinite or NaN, in a row that is not NaN already."""
+    def _too_large(self, new, r: cutlass.Constexpr[int], limit: Int32):
+        """Above the limit, infinite or NaN, in a row that is not NaN already."""
         alive = self.row_sum[r] == self.row_sum[r]
-        return alive & (bits(new[r]) > bits_of(2.0**limit))
+        return alive & (bits(new[r]) > limit)
 
     @cute.jit
     def _correct(self, S, new) -> Int32:
         lost = Boolean(False)
         for r in cutlass.range_constexpr(2):
-            lost = lost | self._too_large(new, r, REPAIRABLE)
+            lost = lost | self._too_large(new, r, Int32(bits_of(2.0**REPAIRABLE)))
         outcome = Int32(RAISED)
         if cute.arch.vote_any_sync(lost):
             new.fill(0.0)
@@ -113,10 +128,11 @@ class OnlineSoftmax:
 
     @cute.jit
     def _raise(self, S, new):
-        limit = bits_of(2.0 ** SLACK[self.problem.dtype])
         for r in cutlass.range_constexpr(2):
             top = quad_max_bits(new[r])
-            up = (top >> 23) - 127 if (top > limit) & (top < INF_BITS) else Int32(0)
+            up = (top >> 23) - 127  # the binade of the row sum; beyond 127 if infinite or NaN
+            ahead = cutlass.min(up + SLACK[self.problem.dtype].ahead, 126)
+            up = ahead if (up > 0) & (up < 128) else Int32(0)
             down = from_bits((127 - up) << 23)
             self.ref[r] = self.ref[r] + Float32(up)
             self.fix[r] = down

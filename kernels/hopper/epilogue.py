@@ -27,7 +27,9 @@ def hand_over_output(smem: Smem, f, norm: cute.Tensor, ring, slot: Int32):
     rO = cute.make_rmem_tensor_like(f.acc_O, dtype)
     rO.store(f.acc_O.load().to(dtype))
     matrices = 4 if cute.size(rO) % 8 == 0 else 2
-    atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=matrices), dtype)
+    atom = cute.make_copy_atom(
+        warp.StMatrix8x8x16bOp(transpose=False, num_matrices=matrices), dtype
+    )
     copy = cute.make_tiled_copy_C(atom, f.mmas.pv).get_slice(f.tidx)
     cute.copy(atom, copy.retile(rO), copy.partition_D(smem.o)[None, None, None, slot])
     cute.arch.fence_view_async_shared()
@@ -68,7 +70,7 @@ def store_tile(cfg, problem, x: Inputs, smem: Smem, pipes, tile: Tile, q):
 def store(cfg, problem, x: Inputs, smem: Smem, pipes):
     """One warp: O of every tile to global memory, then the slot goes back to the loader."""
     consumer = pipeline.PipelineUserType.Consumer
-    q = pipeline.make_pipeline_state(consumer, cfg.q_slots)
+    q = pipeline.make_pipeline_state(consumer, cfg.q_ring)
     t = pipeline.make_pipeline_state(consumer, 2)
     tile, t = scheduler.receive(smem, pipes, t)
     while tile.kv_end > 0:

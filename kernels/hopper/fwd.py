@@ -72,14 +72,12 @@ class ForwardSm90:
         group = cutlass.min(group, heads)
         tail = heads - (heads - group) // group * group  # whole groups before it
         m_blocks = cute.ceil_div(mQ.shape[0], self.cfg.tile_m)
-        return Shape(
-            mQ.shape[0], mK.shape[0], heads_q, q_per_kv, m_blocks, heads, group, tail
-        )
+        return Shape(mQ.shape[0], mK.shape[0], heads_q, q_per_kv, m_blocks, heads, group, tail)
 
     def operands(self, mQ, mK, mV, mO) -> tuple[TmaOperand, ...]:
         cfg, d, dv = self.cfg, self.problem.tile_dim, self.problem.tile_dim_v
         get, put = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        slots, slot = cfg.q_slots, 64 * max(d, dv)
+        slots, slot = cfg.q_ring, 64 * max(d, dv)
         return (
             self.operand(get, mQ, (64, d), slots, slot),
             self.operand(get, mK, (cfg.tile_n, d), cfg.kv_stages),
@@ -94,9 +92,7 @@ class ForwardSm90:
         return TmaOperand(atom, coords, layout)
 
     @cute.kernel
-    def kernel(
-        self, x: Inputs, mmas: Mmas, shape: Shape, scale_log2: Float32
-    ):
+    def kernel(self, x: Inputs, mmas: Mmas, shape: Shape, scale_log2: Float32):
         cfg, problem = self.cfg, self.problem
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         shared = cutlass.memory.SmemAllocator().allocate(storage.storage_struct(cfg, self.dtype, x))
@@ -123,7 +119,7 @@ class ForwardSm90:
         softmax = make_softmax(problem, scale_log2)
         c = mainloop.Consumer(cfg, problem, x, smem, f, softmax, pipes, shape)
         consumer = pipeline.PipelineUserType.Consumer
-        q = pipeline.PipelineState(cfg.q_slots, Int32(0), wg, Int32(0))
+        q = pipeline.PipelineState(cfg.q_ring, Int32(0), wg, Int32(0))
         k = pipeline.make_pipeline_state(consumer, cfg.kv_stages)
         v = pipeline.make_pipeline_state(consumer, cfg.v_ring)
         t = pipeline.make_pipeline_state(consumer, 2)
@@ -132,8 +128,8 @@ class ForwardSm90:
         tile, t = scheduler.receive(smem, pipes, t)
         while tile.kv_end > 0:
             rows = c.rows_of(tile)
-            k, v = c.begin(q, k, v, tile, rows)
-            k, v = c.blocks(q, k, v, tile, rows)
+            k, v, rough = c.begin(q, k, v, tile, rows)
+            k, v = c.blocks(q, k, v, tile, rows, rough)
             q, v = c.end(q, v, tile, rows)
             tile, t = scheduler.receive(smem, pipes, t)
 
@@ -147,7 +143,9 @@ def compile_fwd(problem: Problem, config: FwdConfig, options: str = ""):
 
     def tensor(s, h, width):
         strides = tuple(cute.sym_int64(divisibility=8) for _ in range(3))
-        return cute.runtime.make_fake_tensor(dtype, (b, s, h, width), (*strides, 1), assumed_align=16)
+        return cute.runtime.make_fake_tensor(
+            dtype, (b, s, h, width), (*strides, 1), assumed_align=16
+        )
 
     q, k, v, o = tensor(sq, hq, d), tensor(sk, hk, d), tensor(sk, hk, dv), tensor(sq, hq, dv)
     lse = cute.runtime.make_fake_compact_tensor(

@@ -63,7 +63,7 @@ def _blocks(cfg, problem, x: Inputs, smem: Smem, pipes, shape: Shape, tile: Tile
 @cute.jit
 def load(cfg, problem, x: Inputs, smem: Smem, pipes, shape: Shape):
     producer = pipeline.PipelineUserType.Producer
-    q = pipeline.make_pipeline_state(producer, cfg.q_slots)
+    q = pipeline.make_pipeline_state(producer, cfg.q_ring)
     k = pipeline.make_pipeline_state(producer, cfg.kv_stages)
     v = pipeline.make_pipeline_state(producer, cfg.v_ring)
     t = pipeline.make_pipeline_state(producer, 2)

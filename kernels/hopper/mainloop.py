@@ -16,12 +16,12 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
-from cute_attn.kernels.common.layout import acc_as_operand_a
+from cute_attn.kernels.common.layout import acc_as_operand_a, acc_as_rows
 from cute_attn.kernels.common.mask import first_full_block, keys_seen, kv_block_end, mask_scores
-from cute_attn.kernels.common.softmax import KEPT, LOST, RAISED, OnlineSoftmax
+from cute_attn.kernels.common.softmax import KEPT, LOST, OnlineSoftmax
 from cute_attn.kernels.hopper import epilogue, rare
 from cute_attn.kernels.hopper.gemm import STEP, gemm
 from cute_attn.kernels.hopper.operands import Inputs, Mmas, Shape, Smem, Tile
@@ -127,14 +127,6 @@ class Consumer:
         self.softmax.exact(acc_S)
 
     @cute.jit
-    def weigh_again(self, acc_S, tile: Tile, rows: Rows, block):
-        """After softmax.late lost the scores."""
-        row0 = rows.first + cute.arch.warp_idx() % 4 * 16
-        kv_head, key0 = tile.head // self.shape.q_per_kv, block * self.cfg.tile_n
-        rare.scores_again(self.x, acc_S, tile, kv_head, row0, key0)
-        self.softmax.exact(acc_S)
-
-    @cute.jit
     def keep_weights(self, acc_S):
         """P = 16-bit S, a k-step at a time so that two values share one conversion."""
         S, P = acc_as_operand_a(acc_S), self.f.P
@@ -178,14 +170,14 @@ class Consumer:
 
     @cute.jit
     def begin(self, q, k, v, tile: Tile, rows: Rows):
-        """First scores of a tile, and their weights."""
+        """First scores of a tile, and their weights; whether the scores are rough (block)."""
         k, v = self.skip(k, v, tile.kv_end - rows.end)
         self.pipes.q.consumer_wait(q)
         self.pipes.k.consumer_wait(k)
         self.take_token()
         self.softmax.reset()
+        keys = keys_seen(self.problem, rows.first + 63, self.shape)
         if const_expr(self.problem.causal and self.cfg.halves):
-            keys = keys_seen(self.problem, rows.first + 63, self.shape)
             if keys - (rows.end - 1) * self.cfg.tile_n <= self.cfg.tile_n // 2:
                 self.first_half_block(q, k, rows)
             else:
@@ -194,7 +186,21 @@ class Consumer:
             self.first_block(q, k, rows)
         k.advance()
         self.f.acc_O.fill(0.0)
-        return k, v
+        return k, v, self.is_rough(rows)
+
+    @cute.jit
+    def is_rough(self, rows: Rows) -> Boolean:
+        """Whether some row's first block says that scores may jump by more than `late` can take:
+        a thread that sees a quarter of its keys, and all of them lie 2^60 below the best."""
+        if const_expr(self.cfg.exact_max):
+            return Boolean(True)
+        C = acc_as_rows(self.f.cS)
+        rough = Boolean(False)
+        for r in cutlass.range_constexpr(2):
+            keys = keys_seen(self.problem, rows.first + C[r, 0][0], self.shape)
+            enough = keys - (rows.end - 1) * self.cfg.tile_n >= 8
+            rough = rough | (enough & (self.softmax.row_sum[r] < 2.0**-60))
+        return cute.arch.vote_any_sync(rough)
 
     @cute.jit
     def first_block(self, q, k, rows: Rows):
@@ -249,34 +255,40 @@ class Consumer:
         return k, v
 
     @cute.jit
-    def block(self, q, k, v, tile: Tile, rows: Rows, block: Int32):
-        """A block that every row sees whole."""
+    def block(self, q, k, v, tile: Tile, rows: Rows, block: Int32, rough: Boolean):
+        """A block that every row sees whole. rough: take the maximum before the weights."""
         acc_S, k = self.products(q, k, v)
-        outcome = Int32(RAISED)
-        if const_expr(self.cfg.exact_max):
-            self.softmax.exact(acc_S)
-        else:
-            outcome = self.softmax.late(acc_S)
+        outcome = Int32(LOST)
+        if not rough:
+            outcome = self.softmax.late(acc_S, block)
         warpgroup.wait_group(0)
         self.pipes.v.consumer_release(v)
         v.advance()
         if outcome != KEPT:
-            if const_expr(not self.cfg.exact_max):
-                if outcome == LOST:  # here rather than before: P's registers are free now
-                    self.weigh_again(acc_S, tile, rows, block)
+            if outcome == LOST:  # here rather than before: P's registers are free now
+                self.weigh_exactly(acc_S, tile, rows, block, rough)
+                rough = Boolean(True)
             self.softmax.rescale(self.f.acc_O)
         self.keep_weights(acc_S)
         if block == rows.full - 1:
             self.confine_nan(tile, rows)
-        return k, v
+        return k, v, rough
 
     @cute.jit
-    def blocks(self, q, k, v, tile: Tile, rows: Rows):
+    def weigh_exactly(self, acc_S, tile: Tile, rows: Rows, block: Int32, rough: Boolean):
+        if not rough:  # softmax.late has overwritten the scores
+            row0 = rows.first + cute.arch.warp_idx() % 4 * 16
+            kv_head, key0 = tile.head // self.shape.q_per_kv, block * self.cfg.tile_n
+            rare.scores_again(self.x, acc_S, tile, kv_head, row0, key0)
+        self.softmax.exact(acc_S)
+
+    @cute.jit
+    def blocks(self, q, k, v, tile: Tile, rows: Rows, rough: Boolean):
         """All blocks of a tile but the first, whose weights are there."""
         for i in cutlass.range(rows.end - 1 - rows.full, unroll=1):
             k, v = self.masked_block(q, k, v, rows, rows.end - 2 - i)
         for i in cutlass.range(rows.full, unroll=1):
-            k, v = self.block(q, k, v, tile, rows, rows.full - 1 - i)
+            k, v, rough = self.block(q, k, v, tile, rows, rows.full - 1 - i, rough)
         return k, v
 
     @cute.jit

@@ -31,10 +31,10 @@ class Inputs(NamedTuple):
 
 
 class Smem(NamedTuple):
-    q: cute.Tensor  # (64, head_dim, warpgroups * q_stages)
+    q: cute.Tensor  # (64, head_dim, slots)
     k: cute.Tensor  # (tile_n, head_dim, stages)
     v: cute.Tensor  # (tile_n, head_dim_v, stages)
-    o: cute.Tensor  # (64, head_dim_v, warpgroups * q_stages), in the same slots as q
+    o: cute.Tensor  # (64, head_dim_v, slots), in the same slots as q
     tickets: cute.Tensor  # (4, 2) coordinates of tiles, from the loader to everybody else
 
 

@@ -35,10 +35,10 @@ def storage_struct(cfg, dtype, x: Inputs):
 
     @cute.struct
     class Storage:
-        q_full: ring(cfg.q_slots)
+        q_full: ring(cfg.q_ring)
         k_full: ring(cfg.kv_stages)
         v_full: ring(cfg.v_ring)
-        o_full: ring(cfg.q_slots)
+        o_full: ring(cfg.q_ring)
         ticket_full: ring(2)
         tickets: cute.struct.MemRange[cutlass.Int32, 8]
         q: tile(max(cute.cosize(x.q.layout), cute.cosize(x.o.layout)))
@@ -82,10 +82,10 @@ def make_pipelines(cfg, dtype, storage, x: Inputs) -> Pipelines:
         )
 
     pipes = Pipelines(
-        ring(storage.q_full, cfg.q_slots, x.q.layout, 1),
+        ring(storage.q_full, cfg.q_ring, x.q.layout, 1),
         ring(storage.k_full, cfg.kv_stages, x.k.layout, 4 * cfg.warpgroups),
         ring(storage.v_full, cfg.v_ring, x.v.layout, 4 * cfg.warpgroups),
-        handshake(storage.o_full, cfg.q_slots, 128, 1),
+        handshake(storage.o_full, cfg.q_ring, 128, 1),
         handshake(storage.ticket_full, 2, 32, 128 * cfg.warpgroups + 32),
     )
     cute.arch.mbarrier_init_fence()
