@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.0.1"
+__version__ = "0.1.0"
 __all__ = ["Explanation", "FwdConfig", "Problem", "explain", "fwd", "merge", "warmup"]
 
 if TYPE_CHECKING:

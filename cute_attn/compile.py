@@ -62,14 +62,20 @@ def state(problem: Problem, config: FwdConfig, arch: str) -> str:
     """'in memory', 'on disk' or 'not compiled'. Never compiles, never raises."""
     if in_memory(problem, config, arch) is not None:
         return "in memory"
-    directory = cache_dir()
-    if directory is None:
-        return "not compiled"
     try:
-        path = directory / _file_name(problem.static(), config, arch)
+        path = object_path(problem, config, arch)
     except ImportError as error:
         return f"not compiled ({error})"
-    return "on disk" if _read(path) is not None else "not compiled"
+    return "on disk" if path is not None and _read(path) is not None else "not compiled"
+
+
+def object_path(problem: Problem, config: FwdConfig, arch: str) -> Path | None:
+    """Where the kernel's object file is or would be; None if there is no cache directory.
+
+    Raises ImportError without a suitable CuTe DSL: its version is part of the name.
+    """
+    directory = cache_dir()
+    return None if directory is None else directory / _file_name(problem.static(), config, arch)
 
 
 def count() -> int:

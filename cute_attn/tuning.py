@@ -31,7 +31,8 @@ def candidates(problem: Problem) -> Iterator[FwdConfig]:
     """Configs worth trying for a problem, feasible or not."""
     for tile_m, tile_n in product((64, 128, 192), (64, 80, 96, 112, 128, 160, 176)):
         warpgroups = tile_m // 64
-        for q_slots in sorted({warpgroups, min(warpgroups + 1, 2 * warpgroups), 2 * warpgroups}):
+        # two tiles are written 0, as the table does: else one kernel would be tried twice
+        for q_slots in sorted({0, warpgroups, warpgroups + 1} - {2 * warpgroups}):
             for pingpong, schedule in product((True, False), ("static", "dynamic")):
                 if warpgroups > 1 or not pingpong:
                     yield FwdConfig(

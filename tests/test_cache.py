@@ -153,10 +153,8 @@ def test_sizes_are_no_part_of_the_key(cache):
     ],
 )
 def test_every_field_is_part_of_the_key(cache, problem, config):
-    names = {
-        jit._file_name(p.static(), c, "sm90") for p, c in ((PROBLEM, CONFIG), (problem, config))
-    }
-    assert len(names) == 2
+    paths = {jit.object_path(p, c, "sm90") for p, c in ((PROBLEM, CONFIG), (problem, config))}
+    assert len(paths) == 2 and all(path.parent == cache for path in paths)
 
 
 def test_eight_threads_one_compile_a_key(cache):

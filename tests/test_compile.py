@@ -36,19 +36,20 @@ def picked(problem):
 
 
 TABLE = table_jobs()
-ROWS = {problem.head_dim for problem, _ in TABLE}
-# every class of head dims that is not a row of its own; static() rounds up to these
+ROWS = {problem.static() for problem, _ in TABLE}
+# every class of equal head dims that is not a row of its own; static() rounds up to these
 CLASSES = [
     picked(Problem(dtype, d, d, causal))
     for dtype in ("bf16", "fp16")
     for d in range(16, MAX_HEAD_DIM + 1, 16)
     for causal in (False, True)
-    if d not in ROWS
+    if Problem(dtype, d, d, causal).static() not in ROWS
 ]
 PAIRS = [
     picked(Problem(dtype, d, dv, causal))
     for dtype, causal in (("bf16", True), ("fp16", False))
-    for d, dv in ((192, 128), (64, 128), (128, 64), (64, 256), (256, 64), (16, 256), (256, 16))
+    for d, dv in ((64, 128), (128, 64), (64, 256), (256, 64), (16, 256), (256, 16))
+    if Problem(dtype, d, dv, causal).static() not in ROWS
 ]
 BASE = Problem("bf16", 128, 128, True)
 KNOBS = [
@@ -120,11 +121,13 @@ def write_golden(name, counts):
         golden = json.loads(text) if text else {}
         if golden.get("toolchain") != toolchain():
             golden = {"toolchain": toolchain()}
+        rows = {"toolchain", *map(job_id, TABLE)}  # of rows that are gone nothing stays
+        golden = {key: value for key, value in golden.items() if key in rows}
         golden[name] = counts
         file.seek(0)
         file.truncate()
-        rows = [f"{json.dumps(k)}: {json.dumps(golden[k])}" for k in sorted(golden)]
-        file.write("{\n" + ",\n".join(rows) + "\n}\n")
+        lines = [f"{json.dumps(k)}: {json.dumps(golden[k])}" for k in sorted(golden)]
+        file.write("{\n" + ",\n".join(lines) + "\n}\n")
 
 
 @pytest.mark.parametrize("job", TABLE, ids=job_id)

@@ -30,9 +30,9 @@ class Built:
 def table_jobs(dtypes: Sequence[str] = tuple(DTYPES.values())) -> list[Job]:
     """Every row of the tuning table for every dtype, both masks."""
     return [
-        (Problem(dtype, limit, limit, causal), causal_config if causal else full_config)
+        (Problem(dtype, head_dim, head_dim_v, causal), causal_config if causal else full_config)
         for dtype in dtypes
-        for limit, full_config, causal_config in tuning.FORWARD
+        for head_dim, head_dim_v, full_config, causal_config in tuning.FORWARD
         for causal in (False, True)
     ]
 
@@ -54,11 +54,10 @@ def build(job: Job, arch: str) -> Built:
 def cached_resources(job: Job, arch: str) -> Resources | None:
     from cute_attn import compile
 
-    directory = compile.cache_dir()
-    if directory is None:
+    path = compile.object_path(*job, arch)
+    if path is None or not path.is_file():
         return None
-    path = directory / compile._file_name(job[0].static(), job[1], arch)
-    return resources(cubin_of_object(path.read_bytes())) if path.is_file() else None
+    return resources(cubin_of_object(path.read_bytes()))
 
 
 def build_all(jobs: Sequence[Job], arch: str, workers: int) -> Iterator[Built]:

@@ -136,31 +136,49 @@ def table(results: Sequence[Result], shapes: Sequence[Case]) -> list[str]:
     return lines
 
 
-def row_source(width: int, full: FwdConfig, causal: FwdConfig) -> str:
-    return f"    ({width}, {config_source(full)}, {config_source(causal)}),"
+def row_source(head_dim: int, head_dim_v: int, full: FwdConfig, causal: FwdConfig) -> list[str]:
+    items = [str(head_dim), str(head_dim_v), config_source(full), config_source(causal)]
+    line = f"    ({', '.join(items)}),"
+    return [line] if len(line) <= 100 else ["    (", *(f"        {i}," for i in items), "    ),"]
 
 
 def with_row(source: str, problem: Problem, config: FwdConfig) -> str:
-    """tuning.py's text with config in the row of the problem's width; the row is added, with the
-    other mask's config as it was, where the table has none of that width."""
-    width = max(problem.head_dim, problem.head_dim_v)
-    other = tuning.pick(replace(problem, causal=not problem.causal))
-    full, causal = (other, config) if problem.causal else (config, other)
-    for node in ast.parse(source).body:
-        if isinstance(node, ast.AnnAssign) and getattr(node.target, "id", "") == "FORWARD":
-            rows = node.value.elts if isinstance(node.value, ast.Tuple) else []
-            break
-    else:
+    """tuning.py's text with config in a row of just the problem's class and mask.
+
+    A row serves everything below its limits that no row before it serves, so up to two rows with
+    the configs of before stand in front of the new one: no other class gets another config.
+    Raises ValueError where source has no row for the problem.
+    """
+    d, dv = problem.static().head_dim, problem.static().head_dim_v
+    table = [
+        node.value
+        for node in ast.parse(source).body
+        if isinstance(node, ast.AnnAssign) and getattr(node.target, "id", "") == "FORWARD"
+    ]
+    if len(table) != 1 or not isinstance(table[0], ast.Tuple):
         raise ValueError("tuning.py has no table FORWARD")
-    lines = source.splitlines()
-    new = row_source(width, full, causal)
-    for row in rows:
-        limit = row.elts[0].value if isinstance(row, ast.Tuple) else 0  # type: ignore[attr-defined]
-        if limit >= width:
-            end = row.end_lineno if limit == width else row.lineno - 1
-            lines[row.lineno - 1 : end] = [new]
-            return "\n".join(lines) + "\n"
-    raise ValueError(f"tuning.py has no row for a head_dim of {width}")
+    rows = [row for row in table[0].elts if isinstance(row, ast.Tuple)]
+    limits = [(ast.literal_eval(row.elts[0]), ast.literal_eval(row.elts[1])) for row in rows]
+
+    def first(head_dim: int, head_dim_v: int) -> int:
+        """Which row serves; len(rows) if none does."""
+        fits = (n for n, (a, b) in enumerate(limits) if head_dim <= a and head_dim_v <= b)
+        return next(fits, len(rows))
+
+    at = first(d, dv)
+    if at == len(rows):
+        raise ValueError(f"tuning.py has no row for head dims of {d} and {dv}")
+    full, causal = (eval(ast.unparse(e), {"FwdConfig": FwdConfig}) for e in rows[at].elts[2:])
+    if config == (causal if problem.causal else full):
+        return source
+    new = []
+    for smaller in ((d - 16, dv), (d, dv - 32 if dv > 32 else dv - 16)):  # the next class down
+        if min(smaller) > 0 and first(*smaller) == at:
+            new += row_source(*smaller, full, causal)
+    new += row_source(d, dv, *((full, config) if problem.causal else (config, causal)))
+    lines, start = source.splitlines(), rows[at].lineno - 1
+    lines[start : rows[at].end_lineno if limits[at] == (d, dv) else start] = new
+    return "\n".join(lines) + "\n"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -216,7 +234,7 @@ def main(argv: Sequence[str]) -> int:
     if args.write:
         path = Path(tuning.__file__)
         path.write_text(with_row(path.read_text(), problem, winner))
-        print(f"written to {path}; add the measured reason beside the row")
+        print(f"written to {path}; its reason goes into docs/measured.md")
     return 0
 
 

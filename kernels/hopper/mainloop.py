@@ -120,9 +120,9 @@ class Consumer:
 
     @cute.jit
     def weigh_masked(self, acc_S, rows: Rows, block):
-        """Mask, then scores become weights."""
-        if block >= rows.full:
-            key = block * self.cfg.tile_n
+        """Mask what the first row, and so some row, does not see; then scores become weights."""
+        key = block * self.cfg.tile_n
+        if keys_seen(self.problem, rows.first, self.shape) < key + self.cfg.tile_n:
             mask_scores(self.problem, acc_S, self.f.cS, rows.first, key, self.shape)
         self.softmax.exact(acc_S)
 
@@ -191,7 +191,7 @@ class Consumer:
     @cute.jit
     def is_rough(self, rows: Rows) -> Boolean:
         """Whether some row's first block says that scores may jump by more than `late` can take:
-        a thread that sees a quarter of its keys, and all of them lie 2^60 below the best."""
+        a thread that sees a quarter of its keys, and all of them lie 2^120 below the best."""
         if const_expr(self.cfg.exact_max):
             return Boolean(True)
         C = acc_as_rows(self.f.cS)
@@ -199,7 +199,7 @@ class Consumer:
         for r in cutlass.range_constexpr(2):
             keys = keys_seen(self.problem, rows.first + C[r, 0][0], self.shape)
             enough = keys - (rows.end - 1) * self.cfg.tile_n >= 8
-            rough = rough | (enough & (self.softmax.row_sum[r] < 2.0**-60))
+            rough = rough | (enough & (self.softmax.row_sum[r] < 2.0**-120))
         return cute.arch.vote_any_sync(rough)
 
     @cute.jit
