@@ -54,6 +54,10 @@ def fwd(
     config      a FwdConfig instead of the one that tuning.pick takes; see explain
     arch        'sm90' or 'cpu'; default what q's device runs
 
+    Scaled scores are held in fp32, as in every kernel of this family: beyond 2^24 they do not tell
+    neighbours apart. In bf16, scores that rise by more than 2^32 along the keys leave room for |v|
+    up to 2^80; config=FwdConfig(..., exact_max=True) has no such limit.
+
     Any strides will do; what the hardware cannot load is copied once. Rows that see no key are 0
     with LSE -inf. Runs on the tensors' GPU in torch's current stream, on the CPU in plain torch.
     The first call of a class of problems compiles for seconds, once per machine.

@@ -44,6 +44,13 @@ class FwdConfig:
                 f"config.q_slots is {self.q_slots}: allowed are 0 and {self.warpgroups} "
                 "(tile_m / 64) to 16"
             )
+        if not self.pingpong and self.q_ring % self.warpgroups:
+            # A slot would serve warpgroups in turn, and only the token keeps one from getting
+            # there before Q of another has landed.
+            raise ValueError(
+                f"config.q_slots is {self.q_slots} without pingpong: allowed are 0 and the "
+                f"multiples of {self.warpgroups} (tile_m / 64)"
+            )
 
     @property
     def warpgroups(self) -> int:

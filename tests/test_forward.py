@@ -193,6 +193,29 @@ def test_spikes(device, causal, dtype, dim):
             run(*climb(dim, keys, 200, dtype=dtype, device=device), causal=causal)
 
 
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("first, keys, binades", [(1792, 1, 17.1), (1024, 128, 12.4)])
+def test_many_small_weights_beside_a_spike_are_not_lost(device, dtype, first, keys, binades):
+    """A reference far above the largest weight pushed fp16 weights below 2^-25, where they are 0.
+    Here the spike's own values are 0 and all the others 1, so that O is made of small weights."""
+    scores = torch.zeros(2048)
+    scores[first : first + keys] = binades
+    q, k, v = climb(64, scores, 70, dtype=dtype, device=device)
+    q[..., 1:] = 0
+    q[..., 0] = 4
+    v[:] = 1
+    v[:, first : first + keys] = 0
+    run(q, k, v)
+
+
+@both_masks
+def test_nan_below_rows_that_do_not_exist(device, causal):
+    """64 queries leave half a tile without rows: it must not repair what nobody stores."""
+    q, k, v = qkv(1, 64, 4096, (1, 1), 64 if causal else 128, device=device)
+    v[:, 0] = NAN
+    run(q, k, v, causal=causal)
+
+
 @both_masks
 def test_bounds_on_scores_are_not_scores(device, causal):
     """Long q and long k at right angles: an estimate of the maximum from norms is far too high.

@@ -68,8 +68,8 @@ class ForwardSm90:
         # K and V bytes of one head; in Int64, as a long sequence passes 2^31
         head_bytes = Int64(mK.shape[0]) * (2 * (mK.shape[1] + mV.shape[1]))
         heads = heads_q * mQ.shape[3]
-        group = Int32(cutlass.max(Int64(self.cfg.l2_mb << 20) // head_bytes, Int64(1))) * q_per_kv
-        group = cutlass.min(group, heads)
+        group = cutlass.max(Int64(self.cfg.l2_mb << 20) // head_bytes, Int64(1)) * q_per_kv
+        group = Int32(cutlass.min(group, Int64(heads)))
         tail = heads - (heads - group) // group * group  # whole groups before it
         m_blocks = cute.ceil_div(mQ.shape[0], self.cfg.tile_m)
         return Shape(mQ.shape[0], mK.shape[0], heads_q, q_per_kv, m_blocks, heads, group, tail)

@@ -137,7 +137,7 @@ class Consumer:
     def confine_nan(self, tile: Tile, rows: Rows):
         """Once a tile, when O has taken up all blocks that some of its rows see in part."""
         if const_expr(self.problem.causal):
-            if rare.has_nan(self.f.acc_O):
+            if rare.has_nan(self.f.acc_O) & (rows.first < self.shape.seqlen_q):
                 head = tile.head // self.shape.q_per_kv
                 key0 = rows.full * self.cfg.tile_n
                 rare.confine_nan(
