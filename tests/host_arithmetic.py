@@ -1,0 +1,55 @@
+"""The kernel's own index arithmetic, compiled for the CPU: which tile an index means, and which
+keys and blocks a row reads."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Int32
+
+from cute_attn.kernels.common.mask import first_full_block, keys_seen, kv_block_end
+from cute_attn.kernels.hopper.fwd import ForwardSm90
+from cute_attn.kernels.hopper.scheduler import tile_at
+
+
+class Arithmetic:
+    def __init__(self, problem, config):
+        self.kernel = ForwardSm90(problem, config)
+        self.problem, self.cfg = self.kernel.problem, self.kernel.cfg
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        tiles: cute.Tensor,
+        rows: cute.Tensor,
+    ):
+        """tiles (n, 4): m_block, head, batch, kv_end of index 0 .. n - 1. rows (m, 3): keys_seen of
+        row i, and kv_block_end and first_full_block of the 64 rows from i on."""
+        mQ, mK, mV = [
+            cute.make_tensor(t.iterator, cute.select(t.layout, mode=[1, 3, 2, 0]))
+            for t in (mQ, mK, mV)
+        ]
+        shape = self.kernel.shape(mQ, mK, mV)
+        for i in cutlass.range(tiles.shape[0]):
+            tile = tile_at(self.cfg, self.problem, shape, Int32(i))
+            for j in cutlass.range_constexpr(4):
+                tiles[i, j] = tile[j]
+        for i in cutlass.range(rows.shape[0]):
+            rows[i, 0] = keys_seen(self.problem, Int32(i), shape)
+            rows[i, 1] = kv_block_end(self.cfg, self.problem, Int32(i + 64), shape)
+            rows[i, 2] = first_full_block(self.cfg, self.problem, Int32(i), shape)
+
+
+def compile_arithmetic(problem, config):
+    """A function of torch CPU tensors (q, k, v, tiles, rows)."""
+    i32, i64, cpu = cute.sym_int32, cute.sym_int64, cute.AddressSpace.generic
+
+    def tensor(dtype, rank):
+        strides = [i64() for _ in range(rank - 1)]
+        return cute.runtime.make_fake_tensor(
+            dtype, tuple(i32() for _ in range(rank)), (*strides, 1), memspace=cpu
+        )
+
+    io = [tensor(BFloat16, 4) for _ in range(3)] + [tensor(Int32, 2) for _ in range(2)]
+    return cute.compile(Arithmetic(problem, config), *io, options="--enable-tvm-ffi")
