@@ -47,7 +47,7 @@ def fwd(
     k           (batch, seqlen_k, nheads_kv, head_dim), nheads_q a multiple of nheads_kv
     v           (batch, seqlen_k, nheads_kv, head_dim_v); head dims are multiples of 8 up to 256
     causal      query i sees the keys j <= i + seqlen_k - seqlen_q (aligned bottom-right)
-    softmax_scale  any finite number, default head_dim**-0.5
+    softmax_scale  any number from -1e38 to 1e38, default head_dim**-0.5
     out         (batch, seqlen_q, nheads_q, head_dim_v) in q's dtype, to be written; a contiguous
                 tensor, or any whose rows are 16-byte aligned, is written without a copy
     return_lse  also return the fp32 log-sum-exp of the scores, (batch, nheads_q, seqlen_q)
@@ -197,7 +197,8 @@ def warmup(
     ('bf16', 'fp16' or the torch dtype), head dims, causal and the sign of softmax_scale. Needs no
     GPU if arch is given: the cache directory then serves machines with the same CPU features and
     DSL. On a GPU of that arch the kernel also becomes ready for CUDA-graph capture.
-    Raises ValueError for a class or config that cannot be, ImportError without the DSL.
+    Raises ValueError or TypeError for a class or config that cannot be, ImportError without the
+    DSL.
     """
     import torch
 
@@ -206,13 +207,14 @@ def warmup(
         if not here:
             raise ValueError("arch is None and there is no GPU to take it from: name one, 'sm90'")
         arch = launch.choose_arch(torch.device("cuda", torch.cuda.current_device()), None)
-    if arch == "cpu":
-        return
     launch.check_arch_name(arch)
     negative = softmax_scale is not None and launch.checked_scale(softmax_scale) < 0
     name = DTYPES.get(str(dtype), str(dtype))
-    problem = Problem(name, head_dim, head_dim_v or head_dim, causal, negative)
+    width = head_dim if head_dim_v is None else head_dim_v
+    problem = Problem(name, head_dim, width, causal, negative)
     config = launch.choose_config(problem, config)
+    if arch == "cpu":
+        return
     jit.get(problem, config, arch)
     if here and launch.runs_here(arch) and not torch.cuda.is_current_stream_capturing():
         _first_launch(problem, config)

@@ -8,6 +8,7 @@ import contextlib
 import hashlib
 import importlib
 import os
+import stat
 import sys
 import tempfile
 import threading
@@ -92,7 +93,10 @@ def cache_dir() -> Path | None:
     """$CUTE_ATTN_CACHE_DIR, else cute_attn in the user's cache directory; None if there is none."""
     named = os.environ.get("CUTE_ATTN_CACHE_DIR")
     if named:
-        return Path(named).expanduser().absolute()
+        try:
+            return Path(named).expanduser().absolute()
+        except RuntimeError:  # ~ of nobody: a name like any other
+            return Path(named).absolute()
     user = os.environ.get("XDG_CACHE_HOME", "")
     if os.path.isabs(user):
         return Path(user) / "cute_attn"
@@ -100,6 +104,26 @@ def cache_dir() -> Path | None:
         return Path.home() / ".cache" / "cute_attn"
     except RuntimeError:  # HOME unset and no such user
         return None
+
+
+def cache_trouble() -> str:
+    """Why compiled kernels would not be kept; '' if they are. Makes nothing."""
+    path = cache_dir()
+    if path is None:
+        return "there is no home directory"
+    place = path
+    try:
+        while not place.exists() and place != place.parent:
+            place = place.parent
+        entry = os.stat(place)
+        trouble = _distrust(entry) if place == path else ""
+        if not stat.S_ISDIR(entry.st_mode):
+            trouble = "is not a directory"
+        elif not trouble and not os.access(place, os.W_OK | os.X_OK):
+            trouble = "is not writable"
+    except OSError as error:
+        trouble = f"cannot be used: {error.strerror}"
+    return trouble and f"{place} {trouble}"
 
 
 def cache_size() -> int:
@@ -278,7 +302,7 @@ def _open_cache() -> _Place:
         trouble = f"{path} cannot be made: {error.strerror}"
         _warn_uncached(trouble)
         return _Place(None, trouble)
-    trouble = _distrust(entry)
+    trouble = _distrust(entry) if stat.S_ISDIR(entry.st_mode) else "is not a directory"
     if trouble:  # what is in there may be anybody's code
         _warn_uncached(f"{path} {trouble}")
         return _Place(None, trouble)

@@ -5,6 +5,7 @@ through torch's current stream, which the compiled kernel reads itself.
 """
 
 import math
+import numbers
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ CAPTURE_SLOTS = 16384  # counters for launches inside CUDA graphs, per device
 
 # Looked up once. Names with an underscore in torch._C have stood since 2.0, but not in every build.
 _grad_enabled = torch.is_grad_enabled
+_forward_ad = torch.autograd.forward_ad
 _current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: 0)
 _raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0)
 _capturing: Callable[[], bool] = getattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False)
@@ -112,6 +114,10 @@ def forward(
     if plan is None:
         plan = make_plan(q, k, v, causal, negative, config, arch)
         _remember(key, plan)
+    if causal is not True and causal is not False:  # 1 hashes as True does
+        raise TypeError(f"causal is {causal!r}: a bool is wanted")
+    if _forward_ad._current_level >= 0:
+        _refuse_tangents(q, k, v)
     if _grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         raise NotImplementedError(
             "q, k or v requires grad and the backward is not built yet: "
@@ -275,6 +281,14 @@ def _bind(plan: Plan) -> None:
     plan.kernel = kernel or jit.get(plan.problem, plan.config, plan.arch)
 
 
+def _refuse_tangents(*inputs: Tensor) -> None:
+    for name, t in zip("qkv", inputs):
+        if _forward_ad.unpack_dual(t).tangent is not None:
+            raise NotImplementedError(
+                f"{name} carries a tangent: forward-mode derivatives are not built"
+            )
+
+
 def multiprocessors(device: torch.device) -> int:
     """0 for what is no GPU."""
     if device.type != "cuda":
@@ -291,12 +305,12 @@ def _remember(key: tuple[object, ...], plan: Plan) -> None:
 
 def checked_scale(scale: object) -> float:
     """softmax_scale as a float. A tensor is refused: reading it would wait for the GPU."""
-    if isinstance(scale, (bool, Tensor)):
+    if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
         raise TypeError(f"softmax_scale is {scale!r}: a Python number is wanted")
     try:
-        value = float(scale)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        raise TypeError(f"softmax_scale is {scale!r}: a Python number is wanted") from None
+        value = float(scale)
+    except OverflowError:
+        value = math.inf
     if not math.isfinite(value) or abs(value) > MAX_SCALE:
         raise ValueError(f"softmax_scale is {value}: finite values up to {MAX_SCALE} are allowed")
     return value
@@ -421,6 +435,8 @@ def _without_kernel(
     else:
         from cute_attn import reference
 
+        if softmax_scale is not None and abs(softmax_scale) < MIN_SCALE:
+            softmax_scale = 0.0
         o, lse = reference.attention_blockwise(
             q,
             k,

@@ -34,8 +34,12 @@ class Problem:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES.values():
             raise ValueError(f"dtype {self.dtype!r}: allowed are {sorted(DTYPES.values())}")
+        if type(self.causal) is not bool:
+            raise TypeError(f"causal is {self.causal!r}: a bool is wanted")
         for name in ("head_dim", "head_dim_v"):
             d = getattr(self, name)
+            if type(d) is not int:
+                raise TypeError(f"{name} is {d!r}: an int is wanted")
             if d % 8 or not 8 <= d <= MAX_HEAD_DIM:
                 raise ValueError(
                     f"{name} is {d}: allowed are the multiples of 8 from 8 to {MAX_HEAD_DIM}"

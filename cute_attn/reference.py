@@ -65,8 +65,21 @@ def attention_blockwise(
     One pass over the keys for every block of queries; scores, statistics and accumulators are fp32
     and exist for one tile at a time, so that memory grows with seqlen, not with its square. out is
     contiguous and in q.dtype, lse is fp32. Empty rows, NaN and masks as in attention(). A row's
-    bits depend on its own sequence and head only. Not differentiable.
+    bits depend on its own sequence and head only. Not differentiable; autocast does not apply.
     """
+    with torch.autocast(q.device.type, enabled=False):
+        return _attention_blockwise(q, k, v, causal, softmax_scale, block_q, block_k)
+
+
+def _attention_blockwise(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    softmax_scale: float | None,
+    block_q: int,
+    block_k: int,
+) -> tuple[Tensor, Tensor]:
     batch, seqlen_q, heads = q.shape[:3]
     _group(q, k)
     q, k, v, scale = q.detach(), k.detach(), v.detach(), _scale(q, softmax_scale)
@@ -183,10 +196,12 @@ def _query_block(
         P = S.sub_(safe).exp_()
         fix = torch.exp(m - safe)
         total.mul_(fix).add_(P.sum(-1, keepdim=True))
-        if visible is None:
-            O = O.mul_(fix).baddbmm_(P, V)
-        else:
-            O = O.mul_(fix).add_(_weighted_sum(P, V, visible))
+        special = None if visible is None else ~V.isfinite()
+        if special is not None:  # the finite rest goes the usual way, to the same bits
+            V, infinite = V.masked_fill(special, 0.0), V.masked_fill(~special, 0.0)
+        O = O.mul_(fix).baddbmm_(P, V)
+        if special is not None:
+            O.add_(_weighted_sum(P, infinite, visible))
         m = new
     empty = total == 0
     total.masked_fill_(empty, 1.0)

@@ -287,3 +287,73 @@ def test_warmup_for_a_named_arch(monkeypatch, tmp_path):
     cute_attn.warmup(64, causal=True, softmax_scale=-1.0, arch="sm90")
     assert jit.count() == before + 2
     jit.forget()
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_causal_is_a_bool_whatever_was_called_before(before):
+    q = torch.randn(1, 8, 2, 16, dtype=torch.bfloat16)
+    if before:
+        cute_attn.fwd(q, q, q, causal=True)
+    for causal in (1, 1.0, "yes", None):
+        with pytest.raises(TypeError, match="causal is .* a bool is wanted"):
+            cute_attn.fwd(q, q, q, causal=causal)
+
+
+@pytest.mark.parametrize("scale", [10**400, float("nan"), float("inf"), 1e39])
+def test_scale_out_of_range(scale):
+    q = torch.randn(1, 8, 2, 16, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="softmax_scale is"):
+        cute_attn.fwd(q, q, q, softmax_scale=scale)
+
+
+@pytest.mark.parametrize("scale", ["0.1", b"1", True, torch.tensor(1.0)])
+def test_scale_of_another_type(scale):
+    q = torch.randn(1, 8, 2, 16, dtype=torch.bfloat16)
+    with pytest.raises(TypeError, match="softmax_scale is"):
+        cute_attn.fwd(q, q, q, softmax_scale=scale)
+
+
+def test_scale_below_float32_is_zero():
+    q = torch.ones(1, 4, 1, 16, dtype=torch.bfloat16)
+    k = q.clone()
+    k[:, 1] = -torch.inf  # a masked key, whatever the scale
+    out, lse = cute_attn.fwd(q, k, q, softmax_scale=1e-300, return_lse=True)
+    assert (out == 1).all() and torch.allclose(lse, torch.tensor(3.0).log())
+
+
+def test_tangents_are_not_dropped():
+    q = torch.randn(1, 8, 2, 16, dtype=torch.bfloat16)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(q, torch.ones_like(q))
+        with pytest.raises(NotImplementedError, match="k carries a tangent"):
+            cute_attn.fwd(q, dual, q)
+        cute_attn.fwd(q, q, q)
+    with pytest.raises(NotImplementedError, match="q carries a tangent"):
+        torch.func.jvp(lambda a: cute_attn.fwd(a, q, q), (q,), (q,))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_changes_nothing(dtype):
+    q = torch.randn(2, 70, 2, 16, dtype=dtype)
+    for v in (q, q.index_fill(1, torch.tensor([3]), torch.nan)):
+        want = cute_attn.fwd(q, q, v, return_lse=True)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            got = cute_attn.fwd(q, q, v, return_lse=True)
+        for a, b in zip(got, want):
+            assert torch.equal(a.nan_to_num(7), b.nan_to_num(7))
+
+
+@pytest.mark.parametrize(
+    "error, name, arguments",
+    [
+        (TypeError, "head_dim is '128'", {"head_dim": "128"}),
+        (TypeError, "head_dim is 64.0", {"head_dim": 64.0}),
+        (ValueError, "head_dim_v is 0", {"head_dim": 64, "head_dim_v": 0}),
+        (TypeError, "causal is 'yes'", {"head_dim": 64, "causal": "yes"}),
+        (ValueError, "dtype '3'", {"head_dim": 64, "dtype": 3}),
+    ],
+)
+@pytest.mark.parametrize("arch", ["cpu", "sm90"])
+def test_warmup_of_what_cannot_be(arch, error, name, arguments):
+    with pytest.raises(error, match=name):
+        cute_attn.warmup(arch=arch, **arguments)

@@ -195,3 +195,16 @@ def test_head_counts():
     for f in (reference.attention, reference.attention_blockwise):
         with pytest.raises(ValueError, match=r"6.*4"):
             f(q, k, v)
+
+
+def test_nan_in_one_sequence_changes_no_bit_of_another():
+    """The tile with the NaN must go through the same products as the others."""
+    for seed in range(6):
+        torch.manual_seed(seed)
+        q = torch.randn(2, 130, 3, 8).half()
+        k, v = (torch.randn(2, 257, 1, 8).half() for _ in range(2))
+        want, want_lse = reference.attention_blockwise(q, k, v)
+        v[0, 0, 0, 0] = math.nan
+        got, lse = reference.attention_blockwise(q, k, v)
+        assert torch.equal(got[1], want[1]) and torch.equal(lse, want_lse)
+        assert got[0, ..., 0].isnan().all() and torch.equal(got[0, ..., 1:], want[0, ..., 1:])

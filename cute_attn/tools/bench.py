@@ -1,6 +1,7 @@
 """python -m cute_attn bench: this library and its peers on the same data, interleaved."""
 
 import argparse
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -71,7 +72,7 @@ def split(texts: Sequence[str]) -> list[str]:
     return [part for text in texts for part in text.split(",") if part]
 
 
-def cells_of(args: argparse.Namespace) -> list[tuple[Case, str]]:
+def cells_of(args: argparse.Namespace, device: str) -> list[tuple[Case, str]]:
     """(case, data) in the order they are timed. Raises ValueError for what is not known."""
     data = split([args.data]) or ["normal"]
     unknown = [d for d in data if d not in c.DATA]
@@ -79,7 +80,7 @@ def cells_of(args: argparse.Namespace) -> list[tuple[Case, str]]:
         raise ValueError(f"--data {unknown[0]!r}: allowed are {', '.join(c.DATA)}")
     found = c.find_cases(split(args.cases)) + [(c.parse_shape(s), "") for s in args.shape]
     if not found:
-        found = c.find_cases(["host"] if args.host else ["main18"])
+        found = c.find_cases(["host" if args.host else "main18" if device == "cuda" else "smoke"])
     args.host = args.host or all(case in c.CASES["host"] for case, _ in found)
     cells = [(case, d) for d in data for case, fixed in found if not fixed]
     return cells + [(case, fixed) for case, fixed in found if fixed]
@@ -198,12 +199,17 @@ def main(argv: Sequence[str]) -> int:
         for name, group in c.CASES.items():
             print(f"{name}:", *(case.name for case in group), sep="\n  ")
         return 0
-    import torch
-
+    try:
+        import torch
+    except ImportError as error:
+        print(f"the bench needs torch ({error}): pip install torch", file=sys.stderr)
+        return 1
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser().error("--device cuda: torch finds no GPU; python -m cute_attn info says why")
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     names = split([args.impl]) or list(peers.DEFAULT[device])
     try:
-        implementations, cells = peers.chosen(names, args.config), cells_of(args)
+        implementations, cells = peers.chosen(names, args.config), cells_of(args, device)
     except ValueError as error:
         parser().error(str(error))
     base = records.environment(device, ["bench", *argv])

@@ -2,7 +2,6 @@
 
 import argparse
 import ctypes
-import os
 import platform
 from collections.abc import Iterator, Sequence
 from importlib import import_module
@@ -96,12 +95,13 @@ def cache_line() -> str:
     directory = compile.cache_dir()
     if directory is None:
         return "none: no home directory; set CUTE_ATTN_CACHE_DIR"
-    files = list(directory.glob("*.o")) if directory.is_dir() else []
-    size = f"{len(files)} kernels, {compile.cache_size() / 2**20:.1f} MiB"
-    place = directory if directory.exists() else directory.parent
-    while not place.exists() and place != place.parent:
-        place = place.parent
-    note = "" if os.access(place, os.W_OK) else ", not writable: every process compiles its own"
+    try:
+        count = len(list(directory.glob("*.o")))
+    except OSError:
+        count = 0
+    size = f"{count} kernels, {compile.cache_size() / 2**20:.1f} MiB"
+    trouble = compile.cache_trouble()
+    note = f", not kept, every process compiles its own: {trouble}" if trouble else ""
     return f"{directory}: {size}{note}"
 
 

@@ -212,6 +212,9 @@ def main(argv: Sequence[str]) -> int:
     if len({case.problem().static() for case in shapes}) != 1:
         parser().error("give shapes of one kernel class: same head dims, dtype and mask")
     problem = shapes[0].problem()
+    if not args.limit and not kernels_run_here():
+        args.limit = 4
+        print(f"no Hopper GPU here: {args.limit} configs are compiled (--limit), none is timed")
     configs, skipped = sort_out(problem, args.limit)
     print(f"{describe(problem)}: {len(configs)} configs to try, {len(skipped)} infeasible")
     for config, why in skipped:
