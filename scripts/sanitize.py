@@ -34,9 +34,9 @@ print("ran")
 
 
 def findings(text: str) -> list[str]:
-    """The reports that name one of our kernels."""
-    reports = re.split(r"\n(?========= (?:Invalid|Error|Warning|Race|Barrier|Potential))", text)
-    return [report for report in reports[1:] if "cute_attn_fwd" in report]
+    """The reports that name one of our kernels: a report begins where a line is not indented."""
+    reports = re.split(r"^(?=={9} \S)", text, flags=re.MULTILINE)
+    return [report for report in reports if "cute_attn_fwd" in report]
 
 
 def run(tool: str, seconds: int) -> bool:

@@ -530,3 +530,34 @@ def test_records_are_plain_json(tmp_path):
     records.append(path, [records.environment("cpu", ["bench"])])
     (line,) = path.read_text().splitlines()
     assert json.loads(line)["command"] == "python -m cute_attn bench"
+
+
+SANITIZER = """ran
+========= COMPUTE-SANITIZER
+========= Program hit cudaErrorInvalidValue (error 1) on CUDA API call to cudaGetSymbol.
+=========     Saved host backtrace up to driver entry point at error
+========= {report}
+=========     at {kernel}+0x1230
+=========     by thread (3,0,0) in block (0,0,0)
+========= ERROR SUMMARY: 2 errors
+"""
+
+
+@pytest.mark.parametrize(
+    "report",
+    [
+        "Invalid __global__ read of size 4 bytes",
+        "Error: Race reported between Read access and Write access [8 hazards]",
+        "Barrier error detected. Divergent thread(s) in warp",
+        "Illegal instruction",
+    ],
+)
+def test_sanitizer_reports_are_found_in_our_kernels_alone(report):
+    sys.path.insert(0, str(ROOT / "scripts"))
+    try:
+        from sanitize import findings
+    finally:
+        sys.path.pop(0)
+    ours = findings(SANITIZER.format(report=report, kernel="cute_attn_fwd_sm90_bf16_d64_0"))
+    assert len(ours) == 1 and report in ours[0] and "cudaError" not in ours[0]
+    assert findings(SANITIZER.format(report=report, kernel="at::native::fill")) == []

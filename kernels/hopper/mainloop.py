@@ -176,8 +176,8 @@ class Consumer:
         self.pipes.k.consumer_wait(k)
         self.take_token()
         self.softmax.reset()
-        keys = keys_seen(self.problem, rows.first + 63, self.shape)
         if const_expr(self.problem.causal and self.cfg.halves):
+            keys = keys_seen(self.problem, rows.first + 63, self.shape)
             if keys - (rows.end - 1) * self.cfg.tile_n <= self.cfg.tile_n // 2:
                 self.first_half_block(q, k, rows)
             else:
@@ -256,7 +256,7 @@ class Consumer:
 
     @cute.jit
     def block(self, q, k, v, tile: Tile, rows: Rows, block: Int32, rough: Boolean):
-        """A block that every row sees whole. rough: take the maximum before the weights."""
+        """A block that every row sees whole. rough: this warp takes the maximum first."""
         acc_S, k = self.products(q, k, v)
         outcome = Int32(LOST)
         if not rough:
