@@ -70,6 +70,7 @@ class Plan:
         False,
     )  # of the last out= that was checked
     counts: bool = False  # the schedule draws tickets from a counter
+    no_lse: Tensor | None = None  # one float of lse_shape: where an LSE goes that nobody wants
     kernel: jit.Kernel | None = None  # None on the CPU and for an empty problem
 
 
@@ -78,6 +79,7 @@ _counters: dict[
     tuple[int, int], Tensor
 ] = {}  # (device, stream) -> one int32, zero between launches
 _idle_counters: dict[int, Tensor] = {}  # device -> stands in where no schedule counts
+_no_lse: dict[int, Tensor] = {}  # device -> one float
 _slots: dict[int, Tensor] = {}  # device -> counters for captured launches
 _slots_used: dict[int, int] = {}
 _slots_lock = threading.Lock()
@@ -134,15 +136,22 @@ def forward(
     else:
         scale = max(abs(softmax_scale), MIN_SCALE)
     if _current_device() == plan.index:
-        o, lse = _launch(plan, q, k, v, out, direct, scale)
+        o, lse = _launch(plan, q, k, v, out, direct, scale, return_lse)
     else:
         with torch.cuda.device(plan.index):
-            o, lse = _launch(plan, q, k, v, out, direct, scale)
+            o, lse = _launch(plan, q, k, v, out, direct, scale, return_lse)
     return (o, lse) if return_lse else o
 
 
 def _launch(
-    plan: Plan, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, direct: bool, scale: float
+    plan: Plan,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor | None,
+    direct: bool,
+    scale: float,
+    return_lse: bool,
 ) -> tuple[Tensor, Tensor]:
     """The tensors' device is current here. direct: the kernel can write out as it is."""
     if not plan.direct or (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
@@ -150,7 +159,9 @@ def _launch(
     o = out if direct else None if out is None else storable(out)
     if o is None:
         o = _empty(plan.out_shape, plan.out_stride, plan.dtype)
-    lse = _empty(plan.lse_shape, plan.lse_stride, torch.float32)
+    lse = plan.no_lse
+    if return_lse or lse is None:
+        lse = _empty(plan.lse_shape, plan.lse_stride, torch.float32)
     if not plan.counts:
         counter = _idle_counters[plan.index]
     elif _capturing():
@@ -278,6 +289,8 @@ def _bind(plan: Plan) -> None:
             _prepare_counters(index)
         elif index not in _idle_counters:
             plan.counts = True  # a slot zeroed in the graph serves every schedule
+        if index in _no_lse:
+            plan.no_lse = _no_lse[index].expand(plan.lse_shape)
     plan.kernel = kernel or jit.get(plan.problem, plan.config, plan.arch)
 
 
@@ -467,8 +480,9 @@ def _prepare_counters(index: int) -> None:
         device = torch.device("cuda", index)
         slots = torch.zeros(CAPTURE_SLOTS, 4, dtype=torch.int32, device=device)
         idle = torch.zeros(1, dtype=torch.int32, device=device)
+        no_lse = torch.zeros((), dtype=torch.float32, device=device)
         torch.cuda.current_stream(device).synchronize()  # a graph may replay on any stream
-        _idle_counters[index] = idle
+        _idle_counters[index], _no_lse[index] = idle, no_lse
         _slots[index] = slots
 
 

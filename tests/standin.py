@@ -45,7 +45,8 @@ class Device:
                 raise RuntimeError("launch failed")
             for t in (q, k, v, o):
                 check_operand(t)
-            assert lse.is_contiguous() and lse.dtype == torch.float32
+            assert lse.is_contiguous() or lse.untyped_storage().nbytes() == 4
+            assert lse.dtype == torch.float32
             assert counter.shape == (1,) and counter.item() == 0 and sms == 132
             assert type(scale) is float and scale > 0
             if self.fake_result is not None:
@@ -56,7 +57,8 @@ class Device:
                 q, k, v, causal=problem.causal, softmax_scale=scale
             )
             o.copy_(result[0])
-            lse.copy_(result[1])
+            if lse.is_contiguous():
+                lse.copy_(result[1])
             self.launches.append((q, k, v, o))
             self.counters.append(counter.data_ptr())
 

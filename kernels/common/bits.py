@@ -1,6 +1,7 @@
-"""Float32 bit patterns in registers: for values that are never negative they compare as integers,
-with infinity and NaN above every finite value."""
+"""Float32 in registers: fused multiply-add, and bit patterns. Those of values that are never
+negative compare as integers, with infinity and NaN above every finite value."""
 
+import functools
 import struct
 
 import cutlass
@@ -25,7 +26,15 @@ def bits_of(value: float) -> int:
     return struct.unpack("<i", struct.pack("<f", value))[0]
 
 
-@cute.jit
-def quad_max_bits(x: Float32) -> Int32:
-    """Largest bit pattern among the four threads that share a row."""
-    return cute.arch.warp_reduction(bits(x), lambda a, b: cutlass.max(a, b), threads_in_group=4)
+def fma(a: Float32, b: Float32, c: Float32) -> Float32:
+    """a * b + c, rounded once."""
+    return Float32(llvm.intr_fma(*(Float32(x).ir_value() for x in (a, b, c))))
+
+
+def largest(values: cute.Tensor) -> Float32:
+    """Of values that are not negative. Integers have a maximum of three operands, and a tree of
+    them has none of a long chain's latency."""
+    top = [bits(values[i]) for i in range(cute.size(values))]
+    while len(top) > 1:
+        top = [functools.reduce(cutlass.max, top[i : i + 3]) for i in range(0, len(top), 3)]
+    return from_bits(top[0])

@@ -5,10 +5,11 @@ near it gives the same quotient O / l. Two steps are built on that:
 
 exact  takes the maximum of the block first, as the papers do.
 late   weighs the block against the reference it finds, at once, and only then looks at the row
-       sums. A sum that is too large raises the reference and scales the block's weights down by a
-       power of two, before they are rounded. Steady blocks cost no maximum, no exchange between
-       threads and no rescaling of O. Weights that left float32's safe range are weighed again,
-       exactly, from scores that the caller brings back.
+       sums. Where a sum shows that a weight may have a large share of its row, the reference is
+       raised to the largest weight, which then is 1 and survives the rounding of P, as with the
+       maximum first. Steady blocks cost no maximum, no exchange between threads and no rescaling
+       of O. Weights that left float32's safe range are weighed again, exactly, from scores that
+       the caller brings back.
 """
 
 from dataclasses import dataclass
@@ -17,13 +18,20 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
-from cute_attn.kernels.common.bits import bits, bits_of, from_bits, quad_max_bits
+from cute_attn.kernels.common.bits import bits, bits_of, fma, from_bits, largest
 from cute_attn.kernels.common.layout import acc_as_rows
 
 LN_2 = 0.6931471805599453
 KEPT, RAISED, LOST = 0, 1, 2  # what `late` did to the reference
 REPAIRABLE = 110.0  # log2 of a row sum above which weights may have overflowed
-PACE = 4  # blocks from one close look at the row sums to the next
+NEVER = 0x7FFFFFFF  # a limit that no bit pattern exceeds
+SHARE = 0.02  # of a row's weights: with more than that `late` makes a key's weight exact,
+# if it is also the weight of so many average keys of N(0,1) data. Early rows, whose few keys have
+# large shares anyway and are taken exactly, dominate the error of a causal problem.
+OUTSTANDING = {False: 60.0, True: 150.0}  # causal
+FEW = 8.0  # keys: the mean weight of so many is off by half
+RECORDS = 4  # raises after which a row counts as climbing, no longer as steady,
+STEEP = 8.0  # and a weight beyond which it does at once, if the thread's other row has one too
 
 
 @dataclass(frozen=True)
@@ -32,13 +40,11 @@ class Slack:
     values of V. fp16 weights must stay below 65504, and as 2^-25 rounds to 0 the largest must not
     be small either: a long tail of small weights would be lost from O."""
 
-    usual: float  # row sum (of one thread and block) that `late` lets pass
-    close: float  # the same in every PACE-th block: rows whose scores keep rising are raised in
-    # these blocks, all at once, and not one after the other in every block
-    ahead: int  # how far beyond the row sum the reference is raised, to be left alone for longer
+    sum: float  # row sum, of one thread and block, that `late` lets pass at most
+    ahead: float  # how far above the largest weight a climbing row's reference is raised
 
 
-SLACK = {"bf16": Slack(40.0, 8.0, 24), "fp16": Slack(12.0, 4.0, 0)}
+SLACK = {"bf16": Slack(40.0, 24.0), "fp16": Slack(12.0, 0.0)}
 
 
 @dataclass(frozen=True)
@@ -46,13 +52,22 @@ class OnlineSoftmax:
     ref: cute.Tensor  # (2,) running reference of scale_log2 * scores
     row_sum: cute.Tensor  # (2,) running sum of weights, this thread's columns only
     fix: cute.Tensor  # (2,) what O has to be multiplied with to meet ref
+    unit: cute.Tensor  # (2,) the largest weight: 1 up to the rounding of ref, and 1 in fp16's P
+    limit: cute.Tensor  # (2,) bits of the sum of one block's weights that `late` lets pass
+    raises: cute.Tensor  # (2,) blocks in which `late` raised the reference
     scale_log2: Float32  # |softmax_scale| * log2(e)
     problem: object
+
+    @property
+    def fine(self) -> bool:
+        """Whether P is finer than scores in the thousands, whose ref fp32 rounds by 2^-12."""
+        return self.problem.dtype == "fp16"
 
     @cute.jit
     def reset(self):
         self.ref.fill(-Float32.inf)
         self.row_sum.fill(0.0)
+        self.unit.fill(1.0)
 
     @cute.jit
     def exact(self, acc_S: cute.Tensor):
@@ -61,9 +76,12 @@ class OnlineSoftmax:
         self._negate_if_asked(S)
         for r in cutlass.range_constexpr(2):
             old = self.ref[r]
-            top = S[r, None].load().reduce(cute.ReductionOp.MAX, -Float32.inf, 0)
-            top = cute.arch.fmax(top * self.scale_log2, old)
-            top = cute.arch.warp_reduction_max(top, threads_in_group=4)
+            peak = S[r, None].load().reduce(cute.ReductionOp.MAX, -Float32.inf, 0)
+            peak = cute.arch.warp_reduction_max(peak, threads_in_group=4)
+            top = cute.arch.fmax(peak * self.scale_log2, old)
+            if const_expr(self.fine):
+                unit = cute.math.exp2(fma(peak, self.scale_log2, -top), fastmath=True)
+                self.unit[r] = unit if top > old else self.unit[r]
             safe = Float32(0.0) if top == -Float32.inf else top  # a row may have seen no key yet
             self.fix[r] = cute.math.exp2(old - safe, fastmath=True)
             self.ref[r] = top
@@ -71,19 +89,30 @@ class OnlineSoftmax:
         self._add(new)
 
     @cute.jit
-    def late(self, acc_S: cute.Tensor, block: Int32) -> Int32:
+    def expect(self, r: cutlass.Constexpr[int], seen: Int32, keys: Int32, per_block: float):
+        """Before the first `late` of a row: what its `seen` keys say of the others of all `keys`.
+        A thread's sum of `per_block` weights passes until one key may hold SHARE of the row."""
+        total = cute.arch.warp_reduction_sum(self.row_sum[r], threads_in_group=4)
+        n = Float32(seen)
+        mean = total * (n + FEW) * cute.arch.rcp_approx(n * n)
+        one = cute.arch.fmax(Float32(keys) * SHARE, Float32(OUTSTANDING[self.problem.causal]))
+        limit = bits(mean * (one + per_block))
+        limit = cutlass.max(limit, Int32(bits_of(1.0)))  # the sum of the largest weight alone
+        limit = cutlass.min(limit, Int32(bits_of(2.0 ** SLACK[self.problem.dtype].sum)))
+        self.limit[r] = limit if total == total else Int32(NEVER)
+        self.raises[r] = Int32(0)
+
+    @cute.jit
+    def late(self, acc_S: cute.Tensor) -> Int32:
         """The same against the old reference, corrected if that was too low: KEPT, RAISED (fix
         says what O needs), or LOST: the state is as before and the scores are gone."""
         S, new = acc_as_rows(acc_S), cute.make_rmem_tensor(2, Float32)
-        slack = SLACK[self.problem.dtype]
-        usual, close = bits_of(2.0**slack.usual), bits_of(2.0**slack.close)
-        limit = Int32(close) if block % PACE == 0 else Int32(usual)
         self._negate_if_asked(S)
         over = Boolean(False)
         for r in cutlass.range_constexpr(2):
             self.fix[r] = Float32(1.0)
             new[r] = self._weigh(S, r, self.ref[r])
-            over = over | self._too_large(new, r, limit)
+            over = over | (bits(new[r]) > self.limit[r])
         outcome = Int32(KEPT)
         if cute.arch.vote_any_sync(over):
             outcome = self._correct(S, new)
@@ -109,16 +138,11 @@ class OnlineSoftmax:
             self.row_sum[r] = self.row_sum[r] * self.fix[r] + new[r]
 
     @cute.jit
-    def _too_large(self, new, r: cutlass.Constexpr[int], limit: Int32):
-        """Above the limit, infinite or NaN, in a row that is not NaN already."""
-        alive = self.row_sum[r] == self.row_sum[r]
-        return alive & (bits(new[r]) > limit)
-
-    @cute.jit
     def _correct(self, S, new) -> Int32:
         lost = Boolean(False)
         for r in cutlass.range_constexpr(2):
-            lost = lost | self._too_large(new, r, Int32(bits_of(2.0**REPAIRABLE)))
+            limit = cutlass.max(self.limit[r], Int32(bits_of(2.0**REPAIRABLE)))
+            lost = lost | (bits(new[r]) > limit)
         outcome = Int32(RAISED)
         if cute.arch.vote_any_sync(lost):
             new.fill(0.0)
@@ -129,14 +153,28 @@ class OnlineSoftmax:
 
     @cute.jit
     def _raise(self, S, new):
+        """All rows of the warp with a weight above 1, not only those above their limit: rows that
+        climb alike are then raised in the same blocks, and not one after the other in every one."""
+        slack, tops = SLACK[self.problem.dtype], cute.make_rmem_tensor(2, Float32)
         for r in cutlass.range_constexpr(2):
-            top = quad_max_bits(new[r])
-            up = (top >> 23) - 127  # the binade of the row sum; beyond 127 if infinite or NaN
-            ahead = cutlass.min(up + SLACK[self.problem.dtype].ahead, 126)
-            up = ahead if (up > 0) & (up < 128) else Int32(0)
-            down = from_bits((127 - up) << 23)
-            self.ref[r] = self.ref[r] + Float32(up)
-            self.fix[r] = down
+            tops[r] = cute.arch.warp_reduction_max(largest(S[r, None]), threads_in_group=4)
+        both = cute.arch.fmin(tops[0], tops[1]) > STEEP
+        for r in cutlass.range_constexpr(2):
+            top = tops[r]
+            above = top > 1.0
+            climbing = both | (self.raises[r] >= RECORDS)
+            ahead = Float32(slack.ahead) if climbing else Float32(0.0)
+            ref = self.ref[r] + cute.arch.fmin(cute.math.log2(top, fastmath=True) + ahead, 120.0)
+            ref = ref if above else self.ref[r]
+            down = cute.math.exp2(self.ref[r] - ref, fastmath=True)  # of ref as it was rounded
+            self.ref[r], self.fix[r] = ref, down
+            if const_expr(self.fine):
+                self.unit[r] = top * down if above else self.unit[r]
+            vain = (top <= 1.0) & (bits(new[r]) > self.limit[r])  # many weights, none of them large
+            limit = bits(from_bits(self.limit[r]) * (Float32(2.0) if vain else down))
+            limit = cutlass.max(limit, Int32(bits_of(1.0)))
+            self.limit[r] = Int32(bits_of(2.0**slack.sum)) if above & climbing else limit
+            self.raises[r] = self.raises[r] + Int32(above)
             new[r] = new[r] * down
             S[r, None].store(S[r, None].load() * down)
 
@@ -154,11 +192,14 @@ class OnlineSoftmax:
             total = cute.arch.warp_reduction_sum(self.row_sum[r], threads_in_group=4)
             empty = total == 0.0
             norm[r] = Float32(0.0) if empty else cute.arch.rcp_approx(total)
+            if const_expr(self.fine):
+                norm[r] = norm[r] * self.unit[r]
             lse_log2 = self.ref[r] + cute.math.log2(total, fastmath=True)
             lse[r] = -Float32.inf if empty else lse_log2 * LN_2
         return norm, lse
 
 
 def make_softmax(problem, scale_log2: Float32) -> OnlineSoftmax:
-    ref, row_sum, fix = (cute.make_rmem_tensor(2, Float32) for _ in range(3))
-    return OnlineSoftmax(ref, row_sum, fix, scale_log2, problem)
+    ref, row_sum, fix, unit = (cute.make_rmem_tensor(2, Float32) for _ in range(4))
+    limit, raises = (cute.make_rmem_tensor(2, Int32) for _ in range(2))
+    return OnlineSoftmax(ref, row_sum, fix, unit, limit, raises, scale_log2, problem)

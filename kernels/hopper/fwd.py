@@ -46,7 +46,8 @@ class ForwardSm90:
     ):
         """mQ (batch, seqlen_q, heads_q, head_dim), mK (batch, seqlen_k, heads_kv, head_dim),
         mV (batch, seqlen_k, heads_kv, head_dim_v), mO (batch, seqlen_q, heads_q, head_dim_v),
-        mLSE (batch, heads_q, seqlen_q), counter (1,): zero, and zero again afterwards."""
+        mLSE (batch, heads_q, seqlen_q), of stride 0 if nobody wants it, counter (1,): zero, and
+        zero again afterwards."""
         cfg = self.cfg
         mQ, mK, mV, mO = [
             cute.make_tensor(t.iterator, cute.select(t.layout, mode=[1, 3, 2, 0]))
@@ -148,9 +149,8 @@ def compile_fwd(problem: Problem, config: FwdConfig, options: str = ""):
         )
 
     q, k, v, o = tensor(sq, hq, d), tensor(sk, hk, d), tensor(sk, hk, dv), tensor(sq, hq, dv)
-    lse = cute.runtime.make_fake_compact_tensor(
-        Float32, (b, hq, sq), stride_order=(2, 1, 0), assumed_align=4
-    )
+    lse_strides = tuple(cute.sym_int64() for _ in range(3))
+    lse = cute.runtime.make_fake_tensor(Float32, (b, hq, sq), lse_strides, assumed_align=4)
     counter = cute.runtime.make_fake_compact_tensor(Int32, (1,), assumed_align=4)
     for part in (kernel.kernel, kernel.__call__):
         part.set_name_prefix(kernel.name, remove_cutlass_symbol=True, keep_mangled_name=False)

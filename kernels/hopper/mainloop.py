@@ -260,7 +260,7 @@ class Consumer:
         acc_S, k = self.products(q, k, v)
         outcome = Int32(LOST)
         if not rough:
-            outcome = self.softmax.late(acc_S, block)
+            outcome = self.softmax.late(acc_S)
         warpgroup.wait_group(0)
         self.pipes.v.consumer_release(v)
         v.advance()
@@ -283,10 +283,21 @@ class Consumer:
         self.softmax.exact(acc_S)
 
     @cute.jit
+    def expect(self, rows: Rows):
+        """What the blocks so far say of those that every row sees whole."""
+        if const_expr(not self.cfg.exact_max):
+            C = acc_as_rows(self.f.cS)
+            for r in cutlass.range_constexpr(2):
+                keys = keys_seen(self.problem, rows.first + C[r, 0][0], self.shape)
+                seen = keys - rows.full * self.cfg.tile_n
+                self.softmax.expect(r, seen, keys, self.cfg.tile_n / 4)
+
+    @cute.jit
     def blocks(self, q, k, v, tile: Tile, rows: Rows, rough: Boolean):
         """All blocks of a tile but the first, whose weights are there."""
         for i in cutlass.range(rows.end - 1 - rows.full, unroll=1):
             k, v = self.masked_block(q, k, v, rows, rows.end - 2 - i)
+        self.expect(rows)
         for i in cutlass.range(rows.full, unroll=1):
             k, v, rough = self.block(q, k, v, tile, rows, rows.full - 1 - i, rough)
         return k, v
