@@ -111,7 +111,8 @@ class Explanation:
     smem_bytes: int  # shared memory per CTA
     registers: tuple[int, int]  # per thread, (consumer, producer)
     threads: int  # per CTA
-    tiles: int  # of tile_m query rows
+    parts: int  # of the keys, each on a CTA of its own and merged by a second kernel; 1: not split
+    tiles: int  # of tile_m query rows and a part of the keys
     grid: int  # CTAs
     copies: tuple[str, ...]  # inputs that are copied because the hardware cannot load them
     compiled: str  # 'in memory', 'on disk' or 'not compiled'
@@ -133,7 +134,8 @@ class Explanation:
             lines += [
                 f"smem       {self.smem_bytes} bytes per CTA",
                 f"registers  {self.registers[0]} consumer, {self.registers[1]} producer",
-                f"grid       {self.grid} CTAs of {self.threads} threads, {self.tiles} query tiles",
+                f"grid       {self.grid} CTAs of {self.threads} threads, {self.tiles} query tiles"
+                + (f", keys in {self.parts} parts" if self.parts > 1 else ""),
                 f"copies     {', '.join(self.copies) or 'none'}",
                 f"compiled   {self.compiled}",
             ]
@@ -165,7 +167,8 @@ def explain(
     else:
         plan = launch.make_plan(q, k, v, causal, negative, config, arch)
     p, c = plan.problem, plan.config
-    tiles = 0 if plan.empty else -(-p.seqlen_q // c.tile_m) * p.heads_q * p.batch
+    parts = c.parts(p)
+    tiles = 0 if plan.empty else -(-p.seqlen_q // c.tile_m) * p.heads_q * p.batch * parts
     persistent = c.schedule != "grid"
     return Explanation(
         p,
@@ -174,6 +177,7 @@ def explain(
         c.smem_bytes(p),
         c.registers,
         c.threads,
+        parts,
         tiles,
         min(tiles, launch.multiprocessors(plan.device) or _DEFAULT_SMS) if persistent else tiles,
         tuple(name for name, t in (("q", q), ("k", k), ("v", v)) if launch.needs_copy(t)),

@@ -7,6 +7,9 @@ from cute_attn.problem import Problem
 SMEM_LIMIT = 232_448  # bytes of dynamic shared memory one CTA may have on sm_90
 BARRIER_BYTES = 1024  # what the mbarriers and tickets may take, alignment included
 REGISTERS = {1: (240, 56), 2: (240, 24), 3: (160, 32)}  # warpgroups -> (consumer, producer)
+FILL = 132  # tiles that keep every SM of an H100 or H200 busy
+PART_KEYS = 512  # a part of the keys has at least so many
+MAX_PARTS = 32  # one lane each in the kernel that merges them
 SCHEDULES = ("grid", "static", "dynamic")  # one tile per CTA; round-robin; tickets
 
 
@@ -21,6 +24,7 @@ class FwdConfig:
     pingpong: bool = True  # warpgroups issue their matrix products in turn
     schedule: str = "dynamic"  # one of SCHEDULES
     exact_max: bool = False  # take the row maximum in every block, as FlashAttention-2 does
+    split_kv: bool = False  # parts of the keys on CTAs of their own, merged by a second kernel
     l2_mb: int = 32  # causal: megabytes of K and V of the heads worked on together
 
     def __post_init__(self) -> None:
@@ -87,6 +91,15 @@ class FwdConfig:
     def registers(self) -> tuple[int, int]:
         """(consumer, producer) registers per thread after setmaxnreg."""
         return REGISTERS[self.warpgroups]
+
+    def parts(self, problem: Problem) -> int:
+        """Into how many parts the keys are split: as many as fill the GPU with one sequence, none
+        shorter than PART_KEYS. What else is in the batch does not matter, so that it cannot
+        change a row's bits."""
+        if not self.split_kv:
+            return 1
+        tiles = problem.heads_q * -(-problem.seqlen_q // self.tile_m)
+        return max(1, min(problem.seqlen_k // PART_KEYS, FILL // max(tiles, 1), MAX_PARTS))
 
     def smem_bytes(self, problem: Problem, itemsize: int = 2) -> int:
         q = self.q_ring * 64 * max(problem.tile_dim, problem.tile_dim_v)

@@ -70,6 +70,7 @@ class Plan:
         False,
     )  # of the last out= that was checked
     counts: bool = False  # the schedule draws tickets from a counter
+    scratch: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()  # shapes, strides; fp32
     no_lse: Tensor | None = None  # one float of lse_shape: where an LSE goes that nobody wants
     kernel: jit.Kernel | None = None  # None on the CPU and for an empty problem
 
@@ -169,7 +170,11 @@ def _launch(
     else:
         counter = _stream_counter(plan.index)
     try:
-        plan.kernel(q, k, v, o, lse, counter, plan.sms, scale)  # type: ignore[misc]
+        if plan.scratch:
+            parts = [_empty(*layout, torch.float32) for layout in plan.scratch]
+            plan.kernel(q, k, v, o, lse, counter, plan.sms, scale, *parts)  # type: ignore[misc]
+        else:
+            plan.kernel(q, k, v, o, lse, counter, plan.sms, scale)  # type: ignore[misc]
     except BaseException:
         _counters.pop((plan.index, _raw_stream(plan.index)), None)  # who knows what it holds
         raise
@@ -285,6 +290,7 @@ def _bind(plan: Plan) -> None:
             )
         plan.sms = multiprocessors(plan.device)
         plan.counts = plan.config.schedule == "dynamic"
+        plan.scratch = _scratch(plan)
         if not capturing:
             _prepare_counters(index)
         elif index not in _idle_counters:
@@ -292,6 +298,15 @@ def _bind(plan: Plan) -> None:
         if index in _no_lse:
             plan.no_lse = _no_lse[index].expand(plan.lse_shape)
     plan.kernel = kernel or jit.get(plan.problem, plan.config, plan.arch)
+
+
+def _scratch(plan: Plan) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
+    """O and LSE of every part of the keys, where they are split."""
+    if not plan.config.split_kv:
+        return ()
+    parts = plan.config.parts(plan.problem)
+    shapes = (parts, *plan.out_shape), (parts, *plan.lse_shape)
+    return tuple((shape, _contiguous_stride(shape)) for shape in shapes)
 
 
 def _refuse_tangents(*inputs: Tensor) -> None:

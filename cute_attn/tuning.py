@@ -17,12 +17,28 @@ FORWARD: tuple[tuple[int, int, FwdConfig, FwdConfig], ...] = (
     (256, 256, FwdConfig(128, 64, q_slots=3), FwdConfig(128, 64, q_slots=3)),
 )
 
+# The same where few queries meet many keys: one sequence would leave most of the GPU idle.
+SPLIT: tuple[tuple[int, int, FwdConfig], ...] = (
+    (128, 128, FwdConfig(128, 128, split_kv=True)),
+    (192, 128, FwdConfig(128, 96, split_kv=True)),
+    (192, 192, FwdConfig(128, 96, q_slots=3, split_kv=True)),
+    (256, 256, FwdConfig(128, 64, q_slots=3, split_kv=True)),
+)
+FEWEST_PARTS = 4  # below that the second kernel costs more than idle SMs do
+
 
 def pick(problem: Problem) -> FwdConfig:
-    """The measured best config. It depends on nothing but head dims and mask, so that a row's
-    bits never depend on what else is in the batch."""
+    """The measured best config. It depends on head dims and mask, and on lengths and heads where
+    the keys are split, but never on the batch: a row's bits must not depend on what else is in
+    it."""
+    dims = problem.head_dim, problem.head_dim_v
+    for head_dim, head_dim_v, config in SPLIT:
+        if dims[0] <= head_dim and dims[1] <= head_dim_v:
+            if config.parts(problem) >= FEWEST_PARTS:
+                return config
+            break
     for head_dim, head_dim_v, full, causal in FORWARD:
-        if problem.head_dim <= head_dim and problem.head_dim_v <= head_dim_v:
+        if dims[0] <= head_dim and dims[1] <= head_dim_v:
             return causal if problem.causal else full
     raise AssertionError(f"no row serves {problem}")
 

@@ -180,14 +180,19 @@ def surrounded(t):
 
 
 def gpu_classes():
-    """(dtype, head_dim, head_dim_v, causal, softmax_scale) of every kernel the GPU tests use."""
+    """(dtype, head_dim, head_dim_v, causal, softmax_scale, few queries) of every kernel the GPU
+    tests use."""
     full = [(192, 128), (64, 128), (64, 256)]
     masked = [(192, 128), (128, 64), (40, 96), (256, 64), (8, 256)]
     classes = {(t, d, d, sweep_causal(t, d), None) for t in (BF16, FP16) for d in HEAD_DIMS[1::2]}
     classes |= {(t, d, d, c, None) for t in (BF16, FP16) for d in (64, 128, 256) for c in (0, 1)}
     classes |= {(BF16, *dims, c, None) for c in (0, 1) for dims in (full, masked)[c]}
     classes |= {(BF16, 64, 64, c, -1.0) for c in (0, 1)}
-    return sorted(((str(t), d, dv, bool(c), s) for t, d, dv, c, s in classes), key=str)
+    few = [(BF16, 64), (BF16, 128), (BF16, 256), (FP16, 128)]
+    classes = {(*c, False) for c in classes} | {
+        (t, d, d, c, None, True) for t, d in few for c in (0, 1)
+    }
+    return sorted(((str(t), d, dv, bool(c), s, few) for t, d, dv, c, s, few in classes), key=str)
 
 
 def compile_ahead(processes):
@@ -195,8 +200,13 @@ def compile_ahead(processes):
     and about 4 s a kernel."""
     script = (
         "import sys, cute_attn\n"
-        "for t, d, dv, causal, scale in eval(sys.argv[1]):\n"
-        "    cute_attn.warmup(d, dv, dtype=t, causal=causal, softmax_scale=scale, arch='sm90')\n"
+        "from cute_attn import tuning\n"
+        "from cute_attn.problem import Problem\n"
+        "for t, d, dv, causal, scale, few in eval(sys.argv[1]):\n"
+        "    keys = 2**16 if few else 1\n"
+        "    p = Problem('bf16', d, dv, causal, seqlen_q=1, seqlen_k=keys, heads_q=1)\n"
+        "    cute_attn.warmup(d, dv, dtype=t, causal=causal, softmax_scale=scale, arch='sm90',\n"
+        "                     config=tuning.pick(p))\n"
     )
     classes = gpu_classes()
     paths = [str(Path(cute_attn.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]

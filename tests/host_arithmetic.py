@@ -3,11 +3,12 @@ keys and blocks a row reads."""
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Int32
+from cutlass import BFloat16, Float32, Int32
 
 from cute_attn.kernels.common.mask import first_full_block, keys_seen, kv_block_end
 from cute_attn.kernels.hopper.fwd import ForwardSm90
-from cute_attn.kernels.hopper.scheduler import tile_at
+from cute_attn.kernels.hopper.operands import Parts
+from cute_attn.kernels.hopper.scheduler import kv_begin, tile_at
 
 
 class Arithmetic:
@@ -23,18 +24,21 @@ class Arithmetic:
         mV: cute.Tensor,
         tiles: cute.Tensor,
         rows: cute.Tensor,
+        part_lse: cute.Tensor,
     ):
-        """tiles (n, 4): m_block, head, batch, kv_end of index 0 .. n - 1. rows (m, 3): keys_seen of
-        row i, and kv_block_end and first_full_block of the 64 rows from i on."""
+        """tiles (n, 6): m_block, head, batch, kv_end, part and first block of index 0 .. n - 1.
+        rows (m, 3): keys_seen of row i, and kv_block_end and first_full_block of the 64 rows from i
+        on. part_lse (1, 1, 1, parts): nothing but its size counts."""
         mQ, mK, mV = [
             cute.make_tensor(t.iterator, cute.select(t.layout, mode=[1, 3, 2, 0]))
             for t in (mQ, mK, mV)
         ]
-        shape = self.kernel.shape(mQ, mK, mV)
+        shape = self.kernel.shape(mQ, mK, mV, Parts(None, part_lse))
         for i in cutlass.range(tiles.shape[0]):
             tile = tile_at(self.cfg, self.problem, shape, Int32(i))
-            for j in cutlass.range_constexpr(4):
+            for j in cutlass.range_constexpr(5):
                 tiles[i, j] = tile[j]
+            tiles[i, 5] = kv_begin(self.cfg, shape, tile)
         for i in cutlass.range(rows.shape[0]):
             rows[i, 0] = keys_seen(self.problem, Int32(i), shape)
             rows[i, 1] = kv_block_end(self.cfg, self.problem, Int32(i + 64), shape)
@@ -42,7 +46,7 @@ class Arithmetic:
 
 
 def compile_arithmetic(problem, config):
-    """A function of torch CPU tensors (q, k, v, tiles, rows)."""
+    """A function of torch CPU tensors (q, k, v, tiles, rows, part_lse)."""
     i32, i64, cpu = cute.sym_int32, cute.sym_int64, cute.AddressSpace.generic
 
     def tensor(dtype, rank):
@@ -52,4 +56,5 @@ def compile_arithmetic(problem, config):
         )
 
     io = [tensor(BFloat16, 4) for _ in range(3)] + [tensor(Int32, 2) for _ in range(2)]
+    io.append(tensor(Float32, 4))
     return cute.compile(Arithmetic(problem, config), *io, options="--enable-tvm-ffi")

@@ -34,19 +34,25 @@ class Device:
 
     def __init__(self):
         self.built, self.launches, self.counters = [], [], []
+        self.parts = 1  # of the keys, in the last launch
         self.capturing, self.stream, self.fail = False, 7, False
         self.fake_result = None  # instead of the reference, which copies
 
     def build(self, problem, config, arch):
         self.built.append((problem.static(), config, arch))
 
-        def kernel(q, k, v, o, lse, counter, sms, scale):
+        def kernel(q, k, v, o, lse, counter, sms, scale, *parts):
             if self.fail:
                 raise RuntimeError("launch failed")
             for t in (q, k, v, o):
                 check_operand(t)
             assert lse.is_contiguous() or lse.untyped_storage().nbytes() == 4
             assert lse.dtype == torch.float32
+            assert len(parts) == (2 if config.split_kv else 0)
+            for part, whole in zip(parts, (o, lse)):
+                assert part.shape == (parts[0].shape[0], *whole.shape)
+                assert part.is_contiguous() and part.dtype == torch.float32
+            self.parts = parts[0].shape[0] if parts else 1
             assert counter.shape == (1,) and counter.item() == 0 and sms == 132
             assert type(scale) is float and scale > 0
             if self.fake_result is not None:

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from cute_attn import tuning
 from cute_attn.config import SMEM_LIMIT, FwdConfig
 from cute_attn.problem import Problem
 
@@ -51,3 +52,28 @@ def test_limits():
     assert str(SMEM_LIMIT) in FwdConfig(128, 128).infeasible(wide)
     assert "registers" in FwdConfig(192, 64, 1, q_slots=3).infeasible(wide)
     assert FwdConfig(128, 64, q_slots=3).infeasible(wide) == ""
+
+
+def test_parts_of_the_keys():
+    """By lengths and heads alone; a part has 512 keys at least, and all parts fill 132 SMs."""
+    config = FwdConfig(128, 128, split_kv=True)
+
+    def parts(**sizes):
+        return config.parts(Problem("bf16", 128, 128, **sizes))
+
+    assert parts(batch=1, seqlen_q=100, seqlen_k=4096, heads_q=16) == 8
+    assert parts(batch=99, seqlen_q=100, seqlen_k=4096, heads_q=16) == 8
+    assert parts(seqlen_q=129, seqlen_k=4096, heads_q=16) == 4
+    assert parts(seqlen_q=1, seqlen_k=1023, heads_q=1) == parts() == 1
+    assert parts(seqlen_q=1, seqlen_k=10**6, heads_q=1) == 32
+    assert FwdConfig().parts(Problem("bf16", 128, 128, seqlen_q=1, seqlen_k=10**6, heads_q=1)) == 1
+
+
+def test_keys_are_split_only_where_it_pays():
+    def split(seqlen_q, seqlen_k, heads_q, batch=1):
+        sizes = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "heads_q": heads_q, "batch": batch}
+        return {tuning.pick(Problem("bf16", d, d, **sizes)).split_kv for d in (64, 128, 192, 256)}
+
+    assert split(100, 4096, 16) == split(1, 2048, 32) == split(1, 2048, 32, 64) == {True}
+    assert split(1024, 1024, 8) == split(16384, 16384, 8) == split(1, 2047, 4) == {False}
+    assert split(1, 65536, 64) == split(4096, 4096, 4) == {False}

@@ -33,13 +33,16 @@ class Compiled:
         self.config, self.causal = config, causal
         self.function = compile_arithmetic(Problem("bf16", 64, 64, causal), config)
 
-    def __call__(self, batch, seqlen_q, seqlen_k, heads_q, heads_kv, beyond=3, rows=None, d=1):
+    def __call__(
+        self, batch, seqlen_q, seqlen_k, heads_q, heads_kv, beyond=3, rows=None, d=1, parts=1
+    ):
         blocks = -(-seqlen_q // self.config.tile_m)
-        tiles = torch.full((blocks * heads_q * batch + beyond, 4), -7, dtype=torch.int32)
+        tiles = torch.full((blocks * heads_q * batch * parts + beyond, 6), -7, dtype=torch.int32)
         count = blocks * self.config.tile_m if rows is None else rows
         rows = torch.full((count, 3), -7, dtype=torch.int32)
         k = sized(batch, seqlen_k, heads_kv, d)
-        self.function(sized(batch, seqlen_q, heads_q, d), k, k, tiles, rows)
+        part_lse = torch.zeros(1, 1, 1, parts)
+        self.function(sized(batch, seqlen_q, heads_q, d), k, k, tiles, rows, part_lse)
         return tiles[: len(tiles) - beyond].tolist(), tiles[len(tiles) - beyond :], rows.tolist()
 
 
@@ -80,7 +83,7 @@ def test_every_tile_once_and_none_beyond(compiled):
 def test_longest_first_within_a_head(compiled):
     tiles, _, _ = compiled(2, 1000, 1000, 6, 2)
     for head in range(6):
-        ends = [end for _, h, b, end in tiles if (h, b) == (head, 1)]
+        ends = [end for _, h, b, end, *_ in tiles if (h, b) == (head, 1)]
         assert ends == sorted(ends, reverse=True) and (len(set(ends)) > 1) == compiled.causal
 
 
@@ -113,5 +116,30 @@ def test_tiles_end_where_their_last_rows_do(compiled):
     tile_m = compiled.config.tile_m
     for seqlen_q, seqlen_k in shapes(40, 700):
         tiles, _, rows = compiled(1, seqlen_q, seqlen_k, 1, 1)
-        for m_block, _, _, end in tiles:
+        for m_block, _, _, end, *_ in tiles:
             assert end == rows[(m_block + 1) * tile_m - 64][1] >= 1
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_parts_cover_the_keys(causal):
+    """Every tile once for each part; a part holds a block at least, and each block that the tile
+    reads lies in exactly one part."""
+    config = FwdConfig(128, 64, split_kv=True)
+    compiled, plain = Compiled(config, causal), Compiled(FwdConfig(128, 64), causal)
+    pick = random.Random(2)
+    for _ in range(60):
+        shape = pick.randint(1, 3), pick.randint(1, 300), pick.randint(1, 9000)
+        heads_kv, parts = pick.randint(1, 3), pick.randint(1, 32)
+        heads = heads_kv * pick.randint(1, 3), heads_kv
+        whole, _, _ = plain(*shape, *heads, rows=1)
+        tiles, beyond, _ = compiled(*shape, *heads, rows=1, parts=parts)
+        found = {}
+        for m, h, b, end, part, begin in tiles:
+            assert end > begin >= 0
+            found.setdefault((m, h, b), []).append((part, begin, end))
+        assert set(found) == {tuple(t[:3]) for t in whole} and (beyond[:, 3] == 0).all()
+        for m, h, b, end, *_ in whole:
+            pieces = sorted(found[m, h, b])
+            assert [p for p, _, _ in pieces] == list(range(parts))
+            read = [i for _, begin, stop in pieces for i in range(begin, stop) if i < end]
+            assert read == list(range(end))

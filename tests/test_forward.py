@@ -449,6 +449,60 @@ def test_out_of_any_strides_and_nothing_beside_it(device, causal):
         assert int(whole.isnan().sum()) == whole.numel() - out.numel(), name
 
 
+# ---- few queries: the keys are split ---------------------------------------------------------
+
+
+def split(q, k, v, **options):
+    """run(), where the keys are split into several parts."""
+    if q.is_cuda:
+        assert cute_attn.explain(q, k, v, **options).parts > 3
+    return run(q, k, v, **options)
+
+
+@both_masks
+@pytest.mark.parametrize("dtype, dim", WIDE, ids=str)
+def test_few_queries(device, causal, dtype, dim):
+    for seqlen_q, seqlen_k in some(
+        device, ((1, 2048), (7, 4097), (64, 2049), (100, 5000), (128, 16000))
+    ):
+        heads = (8, 2) if seqlen_q < 100 else (3, 3)
+        for kind in some(device, ("normal", "x30", "outliers")):
+            split(
+                *qkv(2, seqlen_q, seqlen_k, heads, dim, dtype=dtype, device=device, kind=kind),
+                causal=causal,
+            )
+    for binades in some(device, (10, -10, 40, -40, -200)):
+        split(*ramp(dim, binades, 70, 3000, dtype=dtype, device=device), causal=causal)
+
+
+@both_masks
+def test_few_queries_with_special_values(device, causal):
+    q, k, v = qkv(2, 100, 3000, (4, 2), 64, device=device)
+    q[..., 0] = q[..., 0].abs() + 0.1
+    hidden, broken = k.clone(), v.clone()
+    hidden[0, :1500, 0, 0] = -INF  # whole parts that one batch does not see
+    split(q, hidden, v, causal=causal)
+    for key in (0, 700, 2899, 2950, 2999):
+        broken[1, key, 1, 3] = NAN
+        split(q, k, broken, causal=causal)
+    for name, t in {"q": q, "k": k}.items():
+        poisoned = t.clone()
+        poisoned[1, 5, 1] = NAN
+        split(*(poisoned if n == name else x for n, x in zip("qkv", (q, k, v))), causal=causal)
+    split(q, k, v, causal=causal, softmax_scale=0.0)
+    out = torch.full((2, 4, 100, 64), NAN, dtype=BF16, device=device).transpose(1, 2)
+    split(q, k, v, causal=causal, out=out)
+
+
+@both_masks
+def test_few_queries_do_not_depend_on_the_batch(device, causal):
+    q, k, v = qkv(5, 33, 4000, (4, 2), 128, device=device)
+    out, lse = split(q, k, v, causal=causal)
+    for b in range(5):
+        alone = fwd(q[b : b + 1], k[b : b + 1], v[b : b + 1], causal=causal)
+        assert same(alone, (out[b : b + 1], lse[b : b + 1]))
+
+
 # ---- accuracy -----------------------------------------------------------------------------------
 
 

@@ -289,3 +289,15 @@ def test_kernel_in_memory_but_device_never_prepared(stand_in):
     jit.get(plan.problem, plan.config, "sm90")
     stand_in.capturing = True
     check(q, k, v)
+
+
+@pytest.mark.parametrize("batch", [1, 5])
+def test_keys_are_split_for_few_queries(stand_in, batch):
+    q, k, v = tensors(batch, 3, 4100, 4, 2, 64, 64)
+    check(q, k, v, causal=True)
+    assert stand_in.parts == 8  # 4100 // 512, whatever the batch
+    assert cute_attn.explain(q, k, v, arch="sm90").parts == 8
+    cute_attn.fwd(q, k, v, config=FwdConfig())
+    assert stand_in.parts == 1
+    check(*tensors(1, 3, 1000, 4, 2, 64, 64))
+    assert stand_in.parts == 1

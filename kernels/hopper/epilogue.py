@@ -2,7 +2,7 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, pipeline
+from cutlass import Int32, const_expr, pipeline
 from cutlass.cute.nvgpu import cpasync, warp
 
 from cute_attn.kernels.common.layout import acc_as_rows
@@ -37,6 +37,22 @@ def hand_over_output(smem: Smem, f, norm: cute.Tensor, ring, slot: Int32):
 
 
 @cute.jit
+def write_part(x: Inputs, f, norm: cute.Tensor, tile: Tile, row0, seqlen_q, ring, slot: Int32):
+    """O over a part of the keys, in fp32: registers -> global memory."""
+    O, C = acc_as_rows(f.acc_O), acc_as_rows(f.cS)
+    width = x.parts.out.shape[1]
+    for r in cutlass.range_constexpr(cute.size(norm)):
+        row = row0 + C[r, 0][0]
+        if row < seqlen_q:
+            out = x.parts.out[row, None, tile.head, tile.batch, tile.part]
+            for c in cutlass.range_constexpr(0, cute.size(O, mode=[1]), 2):
+                if 4 * c < width:
+                    for j in cutlass.range_constexpr(2):
+                        out[C[r, 0][1] + 4 * c + j] = O[r, c + j] * norm[r]
+    cute.arch.mbarrier_arrive(ring.sync_object_full.get_barrier(slot))
+
+
+@cute.jit
 def store_lse(lse: cute.Tensor, rows: cute.Tensor, cS: cute.Tensor, tile: Tile, row0, seqlen_q):
     """rows: one value per row this thread owns; the thread that owns column 0 writes it."""
     C = acc_as_rows(cS)
@@ -57,9 +73,10 @@ def store_tile(cfg, problem, x: Inputs, smem: Smem, pipes, tile: Tile, q):
     )
     for w in cutlass.range_constexpr(cfg.warpgroups):
         pipes.o.consumer_wait(q)
-        cute.copy(x.o.atom, sO[None, q.index], gO[None, tile.m_block * cfg.warpgroups + w])
-        cute.arch.cp_async_bulk_commit_group()
-        cute.arch.cp_async_bulk_wait_group(0, read=True)
+        if const_expr(not cfg.split_kv):  # parts were written by the consumers
+            cute.copy(x.o.atom, sO[None, q.index], gO[None, tile.m_block * cfg.warpgroups + w])
+            cute.arch.cp_async_bulk_commit_group()
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
         cute.arch.sync_warp()
         pipes.q.consumer_release(q)
         q.advance()
@@ -72,7 +89,7 @@ def store(cfg, problem, x: Inputs, smem: Smem, pipes):
     consumer = pipeline.PipelineUserType.Consumer
     q = pipeline.make_pipeline_state(consumer, cfg.q_ring)
     t = pipeline.make_pipeline_state(consumer, 2)
-    tile, t = scheduler.receive(smem, pipes, t)
+    tile, t = scheduler.receive(cfg, smem, pipes, t)
     while tile.kv_end > 0:
         q = store_tile(cfg, problem, x, smem, pipes, tile, q)
-        tile, t = scheduler.receive(smem, pipes, t)
+        tile, t = scheduler.receive(cfg, smem, pipes, t)

@@ -11,9 +11,10 @@ from cutlass import Float32, Int32, Int64, const_expr, pipeline
 from cutlass.cute.nvgpu import cpasync
 
 from cute_attn.config import FwdConfig
+from cute_attn.kernels.common.merge import launch_merge
 from cute_attn.kernels.common.softmax import make_softmax
 from cute_attn.kernels.hopper import epilogue, gemm, load, mainloop, scheduler, storage
-from cute_attn.kernels.hopper.operands import Inputs, Mmas, Shape, TmaOperand
+from cute_attn.kernels.hopper.operands import Inputs, Mmas, Parts, Shape, TmaOperand
 from cute_attn.problem import Problem
 
 DTYPES = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
@@ -43,28 +44,42 @@ class ForwardSm90:
         sms: Int32,
         softmax_scale: Float32,
         stream: cuda.CUstream,
+        mPartO: cute.Tensor | None = None,
+        mPartLSE: cute.Tensor | None = None,
     ):
         """mQ (batch, seqlen_q, heads_q, head_dim), mK (batch, seqlen_k, heads_kv, head_dim),
         mV (batch, seqlen_k, heads_kv, head_dim_v), mO (batch, seqlen_q, heads_q, head_dim_v),
         mLSE (batch, heads_q, seqlen_q), of stride 0 if nobody wants it, counter (1,): zero, and
-        zero again afterwards."""
+        zero again afterwards. With split_kv, parts of the keys pass through mPartO (parts, batch,
+        seqlen_q, heads_q, head_dim_v) and mPartLSE (parts, batch, heads_q, seqlen_q), both fp32.
+        """
         cfg = self.cfg
         mQ, mK, mV, mO = [
             cute.make_tensor(t.iterator, cute.select(t.layout, mode=[1, 3, 2, 0]))
             for t in (mQ, mK, mV, mO)
         ]
         mLSE = cute.make_tensor(mLSE.iterator, cute.select(mLSE.layout, mode=[2, 1, 0]))
-        shape = self.shape(mQ, mK, mV)
+        parts = None
+        if const_expr(cfg.split_kv):
+            parts = Parts(
+                cute.make_tensor(mPartO.iterator, cute.select(mPartO.layout, mode=[2, 4, 3, 1, 0])),
+                cute.make_tensor(
+                    mPartLSE.iterator, cute.select(mPartLSE.layout, mode=[3, 2, 1, 0])
+                ),
+            )
+        shape = self.shape(mQ, mK, mV, parts)
         mmas = gemm.make_mmas(cfg, self.problem, self.dtype)
-        grid = shape.m_blocks * shape.head_batches
+        grid = shape.m_blocks * shape.head_batches * shape.parts
         if const_expr(cfg.schedule != "grid"):
             grid = cutlass.min(grid, sms)
-        x = Inputs(*self.operands(mQ, mK, mV, mO), mQ, mK, mV, mLSE, counter)
+        x = Inputs(*self.operands(mQ, mK, mV, mO), mQ, mK, mV, mLSE, parts, counter)
         self.kernel(x, mmas, shape, softmax_scale * LOG2_E).launch(
             grid=(grid, 1, 1), block=(cfg.threads, 1, 1), stream=stream, min_blocks_per_mp=1
         )
+        if const_expr(cfg.split_kv):
+            launch_merge(*parts, mO, mLSE, stream)
 
-    def shape(self, mQ, mK, mV) -> Shape:
+    def shape(self, mQ, mK, mV, parts=None) -> Shape:
         heads_q, q_per_kv = mQ.shape[2], mQ.shape[2] // mK.shape[2]
         # K and V bytes of one head; in Int64, as a long sequence passes 2^31
         head_bytes = Int64(mK.shape[0]) * (2 * (mK.shape[1] + mV.shape[1]))
@@ -73,7 +88,13 @@ class ForwardSm90:
         group = Int32(cutlass.min(group, Int64(heads)))
         tail = heads - (heads - group) // group * group  # whole groups before it
         m_blocks = cute.ceil_div(mQ.shape[0], self.cfg.tile_m)
-        return Shape(mQ.shape[0], mK.shape[0], heads_q, q_per_kv, m_blocks, heads, group, tail)
+        count, blocks = Int32(1), cute.ceil_div(mK.shape[0], self.cfg.tile_n)
+        if const_expr(self.cfg.split_kv):
+            count = parts.lse.shape[3]
+            blocks = cute.ceil_div(blocks, count)
+        return Shape(
+            mQ.shape[0], mK.shape[0], heads_q, q_per_kv, m_blocks, heads, group, tail, count, blocks
+        )  # fmt: skip
 
     def operands(self, mQ, mK, mV, mO) -> tuple[TmaOperand, ...]:
         cfg, d, dv = self.cfg, self.problem.tile_dim, self.problem.tile_dim_v
@@ -126,13 +147,13 @@ class ForwardSm90:
         t = pipeline.make_pipeline_state(consumer, 2)
         if wg == cfg.warpgroups - 1:
             c.pass_token()
-        tile, t = scheduler.receive(smem, pipes, t)
+        tile, t = scheduler.receive(cfg, smem, pipes, t)
         while tile.kv_end > 0:
             rows = c.rows_of(tile)
             k, v, rough = c.begin(q, k, v, tile, rows)
             k, v = c.blocks(q, k, v, tile, rows, rough)
             q, v = c.end(q, v, tile, rows)
-            tile, t = scheduler.receive(smem, pipes, t)
+            tile, t = scheduler.receive(cfg, smem, pipes, t)
 
 
 def compile_fwd(problem: Problem, config: FwdConfig, options: str = ""):
@@ -155,7 +176,16 @@ def compile_fwd(problem: Problem, config: FwdConfig, options: str = ""):
     for part in (kernel.kernel, kernel.__call__):
         part.set_name_prefix(kernel.name, remove_cutlass_symbol=True, keep_mangled_name=False)
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+    parts = ()
+    if config.split_kv:
+        n = cute.sym_int32()
+        parts = tuple(
+            cute.runtime.make_fake_compact_tensor(
+                Float32, shape, stride_order=tuple(reversed(range(len(shape)))), assumed_align=16
+            )
+            for shape in ((n, b, sq, hq, dv), (n, b, hq, sq))
+        )
     return cute.compile(
-        kernel, q, k, v, o, lse, counter, Int32(1), Float32(1.0), stream,
+        kernel, q, k, v, o, lse, counter, Int32(1), Float32(1.0), stream, *parts,
         options=f"--enable-tvm-ffi {options}",
     )  # fmt: skip

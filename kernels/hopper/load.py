@@ -54,7 +54,7 @@ def _blocks(cfg, problem, x: Inputs, smem: Smem, pipes, shape: Shape, tile: Tile
     """K of every further block before V of the one it follows."""
     _, (tKs, tKg), (tVs, tVg) = _views(cfg, problem, x, smem, shape, tile)
     last = tile.kv_end - 1
-    for i in cutlass.range(last, unroll=1):
+    for i in cutlass.range(last - scheduler.kv_begin(cfg, shape, tile), unroll=1):
         k = _issue(x.k.atom, tKg[None, last - 1 - i], tKs, pipes.k, k)
         v = _issue(x.v.atom, tVg[None, last - i], tVs, pipes.v, v)
     return k, v
@@ -69,15 +69,17 @@ def load(cfg, problem, x: Inputs, smem: Smem, pipes, shape: Shape):
     t = pipeline.make_pipeline_state(producer, 2)
     index = cute.arch.block_idx()[0]
     tile = scheduler.tile_at(cfg, problem, shape, index)
-    t = scheduler.publish(smem, pipes, tile, t)
+    t = scheduler.publish(cfg, smem, pipes, tile, t)
     q, k = _begin(cfg, problem, x, smem, pipes, shape, tile, q, k)
     while tile.kv_end > 0:
         k, v = _blocks(cfg, problem, x, smem, pipes, shape, tile, k, v)
-        index = scheduler.next_index(cfg, x.counter, index, shape.m_blocks * shape.head_batches)
+        tiles = shape.m_blocks * shape.head_batches * shape.parts
+        index = scheduler.next_index(cfg, x.counter, index, tiles)
         following = scheduler.tile_at(cfg, problem, shape, index)
-        t = scheduler.publish(smem, pipes, following, t)
+        t = scheduler.publish(cfg, smem, pipes, following, t)
         _, _, (tVs, tVg) = _views(cfg, problem, x, smem, shape, tile)
-        v = _issue(x.v.atom, tVg[None, 0], tVs, pipes.v, v)
+        first = scheduler.kv_begin(cfg, shape, tile)
+        v = _issue(x.v.atom, tVg[None, first], tVs, pipes.v, v)
         if following.kv_end > 0:
             q, k = _begin(cfg, problem, x, smem, pipes, shape, following, q, k)
         tile = following

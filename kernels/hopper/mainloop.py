@@ -22,7 +22,7 @@ from cutlass.cute.nvgpu import warpgroup
 from cute_attn.kernels.common.layout import acc_as_operand_a, acc_as_rows
 from cute_attn.kernels.common.mask import first_full_block, keys_seen, kv_block_end, mask_scores
 from cute_attn.kernels.common.softmax import KEPT, LOST, OnlineSoftmax
-from cute_attn.kernels.hopper import epilogue, rare
+from cute_attn.kernels.hopper import epilogue, rare, scheduler
 from cute_attn.kernels.hopper.gemm import STEP, gemm
 from cute_attn.kernels.hopper.operands import Inputs, Mmas, Shape, Smem, Tile
 
@@ -47,6 +47,7 @@ class Rows(NamedTuple):
     """What a warpgroup's 64 rows of a tile read."""
 
     first: Int32  # row
+    begin: Int32  # their first KV block
     end: Int32  # one past their last KV block
     full: Int32  # blocks below need no element mask
 
@@ -140,18 +141,24 @@ class Consumer:
             if rare.has_nan(self.f.acc_O) & (rows.first < self.shape.seqlen_q):
                 head = tile.head // self.shape.q_per_kv
                 key0 = rows.full * self.cfg.tile_n
+                key_end = tile.kv_end * self.cfg.tile_n if self.cfg.split_kv else None
                 rare.confine_nan(
                     self.problem, self.x, self.f, self.softmax, tile, head, rows.first, key0,
-                    self.shape,
+                    key_end, self.shape,
                 )  # fmt: skip
 
     @cute.jit
     def rows_of(self, tile: Tile) -> Rows:
         row = tile.m_block * self.cfg.tile_m + self.f.wg * 64
+        begin = scheduler.kv_begin(self.cfg, self.shape, tile)
         end = kv_block_end(self.cfg, self.problem, row + 64, self.shape)
         end = end if row < self.shape.seqlen_q else Int32(1)  # all rows past the end: least work
+        if const_expr(self.cfg.split_kv):
+            end = cutlass.max(cutlass.min(end, tile.kv_end), begin + 1)
         full = cutlass.min(first_full_block(self.cfg, self.problem, row, self.shape), end - 1)
-        return Rows(row, end, full)
+        if const_expr(self.cfg.split_kv):
+            full = cutlass.max(full, begin)
+        return Rows(row, begin, end, full)
 
     @cute.jit
     def skip(self, k, v, count: Int32):
@@ -289,7 +296,10 @@ class Consumer:
             C = acc_as_rows(self.f.cS)
             for r in cutlass.range_constexpr(2):
                 keys = keys_seen(self.problem, rows.first + C[r, 0][0], self.shape)
+                if const_expr(self.cfg.split_kv):
+                    keys = cutlass.min(keys, rows.end * self.cfg.tile_n)
                 seen = keys - rows.full * self.cfg.tile_n
+                keys = keys - rows.begin * self.cfg.tile_n
                 self.softmax.expect(r, seen, keys, self.cfg.tile_n / 4)
 
     @cute.jit
@@ -298,7 +308,7 @@ class Consumer:
         for i in cutlass.range(rows.end - 1 - rows.full, unroll=1):
             k, v = self.masked_block(q, k, v, rows, rows.end - 2 - i)
         self.expect(rows)
-        for i in cutlass.range(rows.full, unroll=1):
+        for i in cutlass.range(rows.full - rows.begin, unroll=1):
             k, v, rough = self.block(q, k, v, tile, rows, rows.full - 1 - i, rough)
         return k, v
 
@@ -310,14 +320,22 @@ class Consumer:
         self.issue_pv(v)
         self.pass_token()
         norm, lse = self.softmax.finish()
-        epilogue.store_lse(self.x.lse, lse, self.f.cS, tile, rows.first, self.shape.seqlen_q)
+        to = self.x.lse
+        if const_expr(self.cfg.split_kv):
+            to = self.x.parts.lse[None, None, None, tile.part]
+        epilogue.store_lse(to, lse, self.f.cS, tile, rows.first, self.shape.seqlen_q)
         warpgroup.wait_group(0)
         self.pipes.v.consumer_release(v)
         v.advance()
-        if rows.full == 0:
+        if rows.full == rows.begin:
             self.confine_nan(tile, rows)
         if const_expr(not epilogue.same_slots(self.problem)):
             cute.arch.barrier(barrier_id=OUTPUT_BARRIER + self.f.wg, number_of_threads=128)
-        epilogue.hand_over_output(self.smem, self.f, norm, self.pipes.o, q.index)
+        if const_expr(self.cfg.split_kv):
+            epilogue.write_part(
+                self.x, self.f, norm, tile, rows.first, self.shape.seqlen_q, self.pipes.o, q.index
+            )
+        else:
+            epilogue.hand_over_output(self.smem, self.f, norm, self.pipes.o, q.index)
         q.advance(self.cfg.warpgroups)
         return q, v

@@ -18,6 +18,13 @@ class Mmas(NamedTuple):
     pv: cute.TiledMma  # O += P V, P in registers
 
 
+class Parts(NamedTuple):
+    """Attention over a part of the keys each, to be merged."""
+
+    out: cute.Tensor  # (seqlen_q, head_dim_v, head, batch, part) fp32
+    lse: cute.Tensor  # (seqlen_q, head, batch, part) fp32
+
+
 class Inputs(NamedTuple):
     q: TmaOperand
     k: TmaOperand
@@ -27,6 +34,7 @@ class Inputs(NamedTuple):
     gK: cute.Tensor  # (seqlen_k, head_dim, kv_head, batch)
     gV: cute.Tensor  # (seqlen_k, head_dim_v, kv_head, batch)
     lse: cute.Tensor  # (seqlen_q, head, batch)
+    parts: Parts | None  # where O and LSE go if the keys are split
     counter: cute.Tensor  # (1,) int32, zero between launches
 
 
@@ -35,7 +43,7 @@ class Smem(NamedTuple):
     k: cute.Tensor  # (tile_n, head_dim, stages)
     v: cute.Tensor  # (tile_n, head_dim_v, stages)
     o: cute.Tensor  # (64, head_dim_v, slots), in the same slots as q
-    tickets: cute.Tensor  # (4, 2) coordinates of tiles, from the loader to everybody else
+    tickets: cute.Tensor  # (5, 2) coordinates of tiles, from the loader to everybody else
 
 
 class Shape(NamedTuple):
@@ -49,6 +57,8 @@ class Shape(NamedTuple):
     head_batches: Int32  # heads_q * batch
     group: Int32  # heads whose K and V share the L2
     tail: Int32  # heads of the last group
+    parts: Int32  # of the keys, each worked on by a CTA of its own; 1: all keys in one
+    part_blocks: Int32  # KV blocks of a part
 
 
 class Tile(NamedTuple):
@@ -58,3 +68,4 @@ class Tile(NamedTuple):
     head: Int32
     batch: Int32
     kv_end: Int32  # one past the last KV block; 0: no tile, the work is done
+    part: Int32  # of the keys

@@ -98,9 +98,9 @@ def weigh_key(problem, q: cute.Tensor, k: cute.Tensor, softmax, r) -> Float32:
 
 
 @cute.jit
-def confine_nan(problem, x: Inputs, f, softmax, tile: Tile, kv_head, row0, key0, shape):
-    """O of this warp's rows, which has taken up the keys from key0 on, once more: key by key, and
-    each row only from keys it sees."""
+def confine_nan(problem, x: Inputs, f, softmax, tile: Tile, kv_head, row0, key0, key_end, shape):
+    """O of this warp's rows, which has taken up the keys from key0 to key_end (None: to the last),
+    once more: key by key, and each row only from keys it sees."""
     O, C = acc_as_rows(f.acc_O), acc_as_rows(f.cS)
     gQ = x.gQ[None, None, tile.head, tile.batch]
     gK = x.gK[None, None, kv_head, tile.batch]
@@ -108,6 +108,8 @@ def confine_nan(problem, x: Inputs, f, softmax, tile: Tile, kv_head, row0, key0,
     for r in cutlass.range_constexpr(2):
         row = row0 + C[r, 0][0]
         end = keys_seen(problem, row, shape)
+        if const_expr(key_end is not None):
+            end = cutlass.min(end, key_end)
         q = gQ[cutlass.min(row, gQ.shape[0] - 1), None]
         # threads of a row exchange values below, so the whole warp walks the same keys
         last = cute.arch.warp_reduction(end, lambda a, b: cutlass.max(a, b))

@@ -11,7 +11,12 @@ from cute_attn.kernels.hopper.operands import Shape, Smem, Tile
 @cute.jit
 def tile_at(cfg, problem, shape: Shape, index: Int32) -> Tile:
     """Causal: longest tiles first within a group of heads that share the L2. Past the last index:
-    no tile."""
+    no tile. Parts of the keys, where there are several, follow each other."""
+    part = Int32(0)
+    valid = index < shape.m_blocks * shape.head_batches * shape.parts
+    if const_expr(cfg.split_kv):
+        part = index // (shape.m_blocks * shape.head_batches)
+        index = index - part * (shape.m_blocks * shape.head_batches)
     if const_expr(problem.causal):
         tail = shape.head_batches - shape.tail
         first = index // (shape.m_blocks * shape.group) * shape.group
@@ -29,8 +34,20 @@ def tile_at(cfg, problem, shape: Shape, index: Int32) -> Tile:
     batch = head_batch // shape.heads_q
     head = head_batch - batch * shape.heads_q
     end = kv_block_end(cfg, problem, (m_block + 1) * cfg.tile_m, shape)
-    end = end if index < shape.m_blocks * shape.head_batches else Int32(0)
-    return Tile(m_block, head, batch, end)
+    if const_expr(cfg.split_kv):
+        begin = part * shape.part_blocks
+        end = cutlass.max(cutlass.min(end, begin + shape.part_blocks), begin + 1)
+    end = end if valid else Int32(0)
+    return Tile(m_block, head, batch, end, part)
+
+
+@cute.jit
+def kv_begin(cfg, shape: Shape, tile: Tile) -> Int32:
+    """The tile's first KV block."""
+    begin = Int32(0)
+    if const_expr(cfg.split_kv):
+        begin = tile.part * shape.part_blocks
+    return begin
 
 
 @cute.jit
@@ -54,11 +71,11 @@ def next_index(cfg, counter: cute.Tensor, index: Int32, total: Int32) -> Int32:
 
 
 @cute.jit
-def publish(smem: Smem, pipes, tile: Tile, t):
+def publish(cfg, smem: Smem, pipes, tile: Tile, t):
     """The loader alone divides indices into coordinates; the others read them here."""
     pipes.tickets.producer_acquire(t)
     if cute.arch.lane_idx() == 0:
-        for i in cutlass.range_constexpr(4):
+        for i in cutlass.range_constexpr(5 if cfg.split_kv else 4):
             smem.tickets[i, t.index] = tile[i]
     pipes.tickets.producer_commit(t)
     t.advance()
@@ -66,10 +83,13 @@ def publish(smem: Smem, pipes, tile: Tile, t):
 
 
 @cute.jit
-def receive(smem: Smem, pipes, t):
+def receive(cfg, smem: Smem, pipes, t):
     pipes.tickets.consumer_wait(t)
     m_block, head, batch, kv_end = [smem.tickets[i, t.index] for i in range(4)]
+    part = Int32(0)
+    if const_expr(cfg.split_kv):
+        part = smem.tickets[4, t.index]
     pipes.tickets.consumer_release(t)
     t.advance()
     uniform = cute.arch.make_warp_uniform
-    return Tile(uniform(m_block), uniform(head), uniform(batch), uniform(kv_end)), t
+    return Tile(*[uniform(x) for x in (m_block, head, batch, kv_end, part)]), t

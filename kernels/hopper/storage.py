@@ -40,7 +40,7 @@ def storage_struct(cfg, dtype, x: Inputs):
         v_full: ring(cfg.v_ring)
         o_full: ring(cfg.q_ring)
         ticket_full: ring(2)
-        tickets: cute.struct.MemRange[cutlass.Int32, 8]
+        tickets: cute.struct.MemRange[cutlass.Int32, 10]
         q: tile(max(cute.cosize(x.q.layout), cute.cosize(x.o.layout)))
         k: tile(cute.cosize(x.k.layout))
         v: tile(cute.cosize(x.v.layout))
@@ -102,5 +102,5 @@ def smem_tensors(storage, x: Inputs) -> Smem:
         k=view(storage.k, x.k.layout),
         v=view(storage.v, x.v.layout),
         o=view(storage.q, x.o.layout),
-        tickets=storage.tickets.get_tensor(cute.make_layout((4, 2))),
+        tickets=storage.tickets.get_tensor(cute.make_layout((5, 2))),
     )
