@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from cute_attn import compile as jit
 from cute_attn import tuning
 from cute_attn.config import SMEM_LIMIT, FwdConfig
 from cute_attn.problem import MAX_HEAD_DIM, Problem
@@ -197,3 +198,12 @@ def test_spills_are_seen():
     except Exception as error:
         pytest.skip(f"does not compile: {type(error).__name__}")
     assert used.spills and used.frame > 0
+
+
+@pytest.mark.parametrize("config, parameters", [(FwdConfig(), 8), (SPLIT[0][1], 10)])
+def test_what_a_launch_passes(config, parameters, tmp_path, monkeypatch):
+    """launch.py passes scratch only where the keys are split."""
+    monkeypatch.setenv("CUTE_ATTN_CACHE_DIR", str(tmp_path))
+    kernel = jit.get(Problem("bf16", 64, 64), config, "sm90")
+    with pytest.raises(TypeError, match=f"Expects {parameters} parameters"):
+        kernel()

@@ -55,15 +55,29 @@ def merge_row(parts, part_lse, out, lse, at):
     for start in cutlass.range(0, out.shape[0], 32 * PAIR, unroll=1):
         col = start + lane * PAIR
         inside = col < out.shape[0]  # head_dim_v is a multiple of 8
-        total = [Float32(0.0) for _ in range(PAIR)]
+        total, value = (cute.make_rmem_tensor(PAIR, Float32) for _ in range(2))
+        total.fill(0.0)
+        value.fill(0.0)
         for p in cutlass.range(count, unroll=4):
             w = cute.arch.shuffle_sync(weight, p)
-            for j in cutlass.range_constexpr(PAIR):
-                if inside:
-                    total[j] = total[j] + w * parts[col + j, p]
-        for j in cutlass.range_constexpr(PAIR):
             if inside:
-                out[col + j] = out.element_type(total[j])
+                cute.autovec_copy(pair_at(parts[None, p], col), value)
+            for j in cutlass.range_constexpr(PAIR):
+                total[j] = total[j] + w * value[j]
+        if inside:
+            rounded = cute.make_rmem_tensor(PAIR, out.element_type)
+            rounded.store(total.load().to(out.element_type))
+            cute.autovec_copy(rounded, pair_at(out, col))
+
+
+def pair_at(row: cute.Tensor, col: Int32) -> cute.Tensor:
+    """PAIR neighbours of a row, from an even column on: rows begin at multiples of 16 bytes."""
+    dtype = row.element_type
+    address = (row.iterator + col).toint()
+    aligned = cute.make_ptr(
+        dtype, address, cute.AddressSpace.gmem, assumed_align=PAIR * dtype.width // 8
+    )
+    return cute.make_tensor(aligned, cute.make_layout(PAIR))
 
 
 @cute.jit

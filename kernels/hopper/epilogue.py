@@ -2,10 +2,11 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr, pipeline
+from cutlass import Float32, Int32, const_expr, pipeline
 from cutlass.cute.nvgpu import cpasync, warp
 
 from cute_attn.kernels.common.layout import acc_as_rows
+from cute_attn.kernels.common.merge import pair_at
 from cute_attn.kernels.hopper import scheduler
 from cute_attn.kernels.hopper.operands import Inputs, Smem, Tile
 
@@ -47,8 +48,10 @@ def write_part(x: Inputs, f, norm: cute.Tensor, tile: Tile, row0, seqlen_q, ring
             out = x.parts.out[row, None, tile.head, tile.batch, tile.part]
             for c in cutlass.range_constexpr(0, cute.size(O, mode=[1]), 2):
                 if 4 * c < width:
+                    values = cute.make_rmem_tensor(2, Float32)
                     for j in cutlass.range_constexpr(2):
-                        out[C[r, 0][1] + 4 * c + j] = O[r, c + j] * norm[r]
+                        values[j] = O[r, c + j] * norm[r]
+                    cute.autovec_copy(values, pair_at(out, C[r, 0][1] + 4 * c))
     cute.arch.mbarrier_arrive(ring.sync_object_full.get_barrier(slot))
 
 

@@ -23,6 +23,14 @@ DTYPES = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
 LOG2_E = 1.4426950408889634
 
 
+# What torch hands over -> (seqlen, width, heads, batch, parts of the keys), as the kernels read it
+ROWS, LSE, PART_ROWS, PART_LSE = [1, 3, 2, 0], [2, 1, 0], [2, 4, 3, 1, 0], [3, 2, 1, 0]
+
+
+def reordered(t: cute.Tensor, modes: list[int]) -> cute.Tensor:
+    return cute.make_tensor(t.iterator, cute.select(t.layout, mode=modes))
+
+
 class ForwardSm90:
     def __init__(self, problem: Problem, config: FwdConfig):
         self.problem, self.cfg = problem.static(), config
@@ -44,29 +52,18 @@ class ForwardSm90:
         sms: Int32,
         softmax_scale: Float32,
         stream: cuda.CUstream,
-        mPartO: cute.Tensor | None = None,
-        mPartLSE: cute.Tensor | None = None,
     ):
         """mQ (batch, seqlen_q, heads_q, head_dim), mK (batch, seqlen_k, heads_kv, head_dim),
         mV (batch, seqlen_k, heads_kv, head_dim_v), mO (batch, seqlen_q, heads_q, head_dim_v),
         mLSE (batch, heads_q, seqlen_q), of stride 0 if nobody wants it, counter (1,): zero, and
-        zero again afterwards. With split_kv, parts of the keys pass through mPartO (parts, batch,
-        seqlen_q, heads_q, head_dim_v) and mPartLSE (parts, batch, heads_q, seqlen_q), both fp32.
-        """
+        zero again afterwards."""
+        tensors = [reordered(t, ROWS) for t in (mQ, mK, mV, mO)]
+        lse = reordered(mLSE, LSE)
+        self.launch(*tensors, lse, None, counter, sms, softmax_scale, stream)
+
+    @cute.jit
+    def launch(self, mQ, mK, mV, mO, mLSE, parts, counter, sms, softmax_scale, stream):
         cfg = self.cfg
-        mQ, mK, mV, mO = [
-            cute.make_tensor(t.iterator, cute.select(t.layout, mode=[1, 3, 2, 0]))
-            for t in (mQ, mK, mV, mO)
-        ]
-        mLSE = cute.make_tensor(mLSE.iterator, cute.select(mLSE.layout, mode=[2, 1, 0]))
-        parts = None
-        if const_expr(cfg.split_kv):
-            parts = Parts(
-                cute.make_tensor(mPartO.iterator, cute.select(mPartO.layout, mode=[2, 4, 3, 1, 0])),
-                cute.make_tensor(
-                    mPartLSE.iterator, cute.select(mPartLSE.layout, mode=[3, 2, 1, 0])
-                ),
-            )
         shape = self.shape(mQ, mK, mV, parts)
         mmas = gemm.make_mmas(cfg, self.problem, self.dtype)
         grid = shape.m_blocks * shape.head_batches * shape.parts
@@ -76,8 +73,6 @@ class ForwardSm90:
         self.kernel(x, mmas, shape, softmax_scale * LOG2_E).launch(
             grid=(grid, 1, 1), block=(cfg.threads, 1, 1), stream=stream, min_blocks_per_mp=1
         )
-        if const_expr(cfg.split_kv):
-            launch_merge(*parts, mO, mLSE, stream)
 
     def shape(self, mQ, mK, mV, parts=None) -> Shape:
         heads_q, q_per_kv = mQ.shape[2], mQ.shape[2] // mK.shape[2]
@@ -156,10 +151,37 @@ class ForwardSm90:
             tile, t = scheduler.receive(cfg, smem, pipes, t)
 
 
+class SplitForwardSm90(ForwardSm90):
+    """The same over parts of the keys, and a second kernel that merges them."""
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mO: cute.Tensor,
+        mLSE: cute.Tensor,
+        counter: cute.Tensor,
+        sms: Int32,
+        softmax_scale: Float32,
+        mPartO: cute.Tensor,
+        mPartLSE: cute.Tensor,
+        stream: cuda.CUstream,
+    ):
+        """mPartO (parts, batch, seqlen_q, heads_q, head_dim_v) and mPartLSE (parts, batch, heads_q,
+        seqlen_q) are fp32 scratch."""
+        tensors = [reordered(t, ROWS) for t in (mQ, mK, mV, mO)]
+        lse = reordered(mLSE, LSE)
+        parts = Parts(reordered(mPartO, PART_ROWS), reordered(mPartLSE, PART_LSE))
+        self.launch(*tensors, lse, parts, counter, sms, softmax_scale, stream)
+        launch_merge(*parts, tensors[3], lse, stream)
+
+
 def compile_fwd(problem: Problem, config: FwdConfig, options: str = ""):
     """Compile for the target in CUTE_DSL_ARCH; needs no GPU and no torch. Sizes, head counts,
     head dims within their class and strides stay run-time values."""
-    kernel = ForwardSm90(problem, config)
+    kernel = (SplitForwardSm90 if config.split_kv else ForwardSm90)(problem, config)
     dtype = kernel.dtype
     b, sq, sk, hq, hk, d, dv = (cute.sym_int32() for _ in range(7))
 
@@ -186,6 +208,6 @@ def compile_fwd(problem: Problem, config: FwdConfig, options: str = ""):
             for shape in ((n, b, sq, hq, dv), (n, b, hq, sq))
         )
     return cute.compile(
-        kernel, q, k, v, o, lse, counter, Int32(1), Float32(1.0), stream, *parts,
+        kernel, q, k, v, o, lse, counter, Int32(1), Float32(1.0), *parts, stream,
         options=f"--enable-tvm-ffi {options}",
     )  # fmt: skip
