@@ -219,7 +219,7 @@ def main(argv):
         found = records.read(args.records or sorted((ROOT / "benchmarks").glob("*.jsonl")))
     except (OSError, ValueError) as error:
         p.error(str(error))
-    found = newest(found)
+    found = newest([r for r in found if "case" in r])  # the others are test runs
     stale = []
     for place in PLACES:
         path = ROOT / place

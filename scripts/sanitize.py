@@ -28,6 +28,11 @@ for dims in {dims}:
             v[0, sk - 1] = float("nan")  # takes the branch that confines it
             cute_attn.fwd(q, k, v, causal=causal)
             cute_attn.fwd(q * 30, k * 30, v, causal=causal)  # scores too rough to weigh at once
+    q = torch.randn(2, 40, 4, d, device="cuda", dtype=torch.bfloat16)  # few queries: keys are split
+    k = torch.randn(2, 2100, 2, d, device="cuda", dtype=torch.bfloat16)
+    v = torch.randn(2, 2100, 2, dv, device="cuda", dtype=torch.bfloat16)
+    assert cute_attn.explain(q, k, v).parts > 1
+    cute_attn.fwd(q, k, v, causal=True)
 torch.cuda.synchronize()
 print("ran")
 """

@@ -32,7 +32,11 @@ def version(package: str) -> str | None:
 
 
 def git() -> dict[str, Any]:
-    """{"sha", "dirty"} of the checkout; outside one, what CUTE_ATTN_GIT says (SHA or SHA+dirty)."""
+    """{"sha", "dirty"}: what CUTE_ATTN_GIT says (SHA or SHA+dirty), for a machine that was sent the
+    tree; else of the checkout."""
+    sha, _, dirty = os.environ.get("CUTE_ATTN_GIT", "").partition("+")
+    if sha:
+        return {"sha": sha, "dirty": bool(dirty)}
     try:
         text = [
             subprocess.run(
@@ -41,8 +45,7 @@ def git() -> dict[str, Any]:
             for command in (["rev-parse", "HEAD"], ["status", "--porcelain"])
         ]
     except (OSError, subprocess.CalledProcessError):
-        sha, _, dirty = os.environ.get("CUTE_ATTN_GIT", "").partition("+")
-        return {"sha": sha or None, "dirty": bool(dirty) if sha else None}
+        return {"sha": None, "dirty": None}
     return {"sha": text[0], "dirty": bool(text[1])}
 
 
