@@ -3,10 +3,21 @@
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["Explanation", "FwdConfig", "Problem", "explain", "fwd", "merge", "warmup"]
+__all__ = ["Explanation", "FwdConfig", "Problem", "bwd", "explain", "flash_attn_func"]
+__all__ += ["flash_attn_kvpacked_func", "flash_attn_qkvpacked_func", "fwd", "merge", "warmup"]
 
 if TYPE_CHECKING:
-    from cute_attn.api import Explanation, explain, fwd, merge, warmup
+    from cute_attn.api import (
+        Explanation,
+        bwd,
+        explain,
+        flash_attn_func,
+        flash_attn_kvpacked_func,
+        flash_attn_qkvpacked_func,
+        fwd,
+        merge,
+        warmup,
+    )
     from cute_attn.config import FwdConfig
     from cute_attn.problem import Problem
 

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from cute_attn import autograd, backward, launch
 from cute_attn import compile as jit
-from cute_attn import launch
 from cute_attn.config import FwdConfig
 from cute_attn.problem import DTYPES, Problem
 
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _NO_WINDOW = (None, None)
+_NO_FLASH_WINDOW = (-1, -1)  # flash_attn's way to say so
 _DEFAULT_SMS = 132  # an H100 or H200, where explain has no device to ask
 
 
@@ -84,6 +85,167 @@ def fwd(
     ):
         _reject(locals())
     return launch.forward(q, k, v, causal, softmax_scale, out, return_lse, config, arch)
+
+
+def bwd(
+    dout: "Tensor",
+    q: "Tensor",
+    k: "Tensor",
+    v: "Tensor",
+    out: "Tensor",
+    lse: "Tensor",
+    *,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    window_size: tuple[int | None, int | None] = _NO_WINDOW,
+    softcap: float = 0.0,
+    alibi_slopes: "Tensor | None" = None,
+    score_mod: Any = None,
+    sink: "Tensor | None" = None,
+    cu_seqlens_q: "Tensor | None" = None,
+    cu_seqlens_k: "Tensor | None" = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    seqused_q: "Tensor | None" = None,
+    seqused_k: "Tensor | None" = None,
+    q_descale: "Tensor | None" = None,
+    k_descale: "Tensor | None" = None,
+    v_descale: "Tensor | None" = None,
+    dlse: "Tensor | None" = None,
+    deterministic: bool = False,
+    config: Any = None,
+    arch: str | None = None,
+) -> "tuple[Tensor, Tensor, Tensor]":
+    """Gradients of fwd: (dq, dk, dv) from dout, the gradient of out.
+
+    q, k, v, causal, softmax_scale  as they were in fwd
+    dout        (batch, seqlen_q, nheads_q, head_dim_v) in q's dtype, any strides, expanded too
+    out, lse    what fwd(..., return_lse=True) gave
+    dlse        fp32 (batch, nheads_q, seqlen_q): the gradient of lse, default none
+    deterministic  the same call gives the same bits; on the CPU it always does
+    arch        'cpu'; default what q's device runs. The kernel for CUDA tensors is not built yet
+
+    dq, dk, dv are fresh, contiguous, and have the shapes and the dtype of q, k and v. Rows that
+    see no key have gradients 0 and give none. Memory grows with seqlen, not with its square.
+    Non-finite inputs give unspecified values.
+
+    Raises ValueError or TypeError for a wrong call, NotImplementedError naming the argument for
+    what is not built yet, double backward included.
+    FlashAttention-2 (arXiv 2307.08691), algorithm 2.
+    """
+    _reject(locals(), _BUILT_BWD)
+    return backward.backward(
+        dout, q, k, v, out, lse, causal, softmax_scale, dlse, deterministic, arch
+    )
+
+
+def flash_attn_func(
+    q: "Tensor",
+    k: "Tensor",
+    v: "Tensor",
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = _NO_FLASH_WINDOW,
+    softcap: float = 0.0,
+    alibi_slopes: "Tensor | None" = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> "Tensor | tuple[Tensor, Tensor, None]":
+    """Differentiable attention with flash_attn 2's signature; shapes, dtypes and mask as in fwd.
+
+    deterministic  the backward gives the same bits every time
+    return_attn_probs  return (out, softmax_lse, None); softmax_lse, fp32 (batch, nheads_q,
+                seqlen_q), is differentiable here. The third is flash_attn's dropout mask
+
+    Gradients come from bwd and exist once: a second derivative raises NotImplementedError. Works
+    under torch.compile(fullgraph=True) and activation checkpointing; without gradients it is fwd.
+
+    Raises as fwd does; NotImplementedError also for dropout_p > 0, and where q, k or v requires
+    grad on a CUDA device, whose backward is not built yet.
+    """
+    if (
+        dropout_p != 0.0
+        or window_size is not _NO_FLASH_WINDOW
+        or (softcap is not None and softcap != 0.0)
+        or alibi_slopes is not None
+    ):
+        _check_dropout(dropout_p)
+        _reject(
+            {
+                "causal": causal,
+                "window_size": window_size,
+                "softcap": softcap,
+                "alibi_slopes": alibi_slopes,
+            }
+        )
+    out, lse = autograd.attention(
+        q, k, v, softmax_scale, causal, deterministic, bool(return_attn_probs)
+    )
+    return (out, lse, None) if return_attn_probs else out
+
+
+def flash_attn_qkvpacked_func(
+    qkv: "Tensor",
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = _NO_FLASH_WINDOW,
+    softcap: float = 0.0,
+    alibi_slopes: "Tensor | None" = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> "Tensor | tuple[Tensor, Tensor, None]":
+    """flash_attn_func on views of qkv (batch, seqlen, 3, nheads, head_dim); nothing is copied.
+
+    Raises ValueError or TypeError for another shape, else as flash_attn_func.
+    """
+    q, k, v = _unpacked("qkv", qkv, 3)
+    return flash_attn_func(
+        q,
+        k,
+        v,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+    )
+
+
+def flash_attn_kvpacked_func(
+    q: "Tensor",
+    kv: "Tensor",
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = _NO_FLASH_WINDOW,
+    softcap: float = 0.0,
+    alibi_slopes: "Tensor | None" = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> "Tensor | tuple[Tensor, Tensor, None]":
+    """flash_attn_func on views of kv (batch, seqlen_k, 2, nheads_kv, head_dim); nothing is copied.
+
+    Raises ValueError or TypeError for another shape, else as flash_attn_func.
+    """
+    k, v = _unpacked("kv", kv, 2)
+    return flash_attn_func(
+        q,
+        k,
+        v,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+    )
 
 
 def merge(
@@ -240,9 +402,15 @@ def _first_launch(problem: Problem, config: FwdConfig) -> None:
 # Arguments that later issues build
 
 
-def _reject(arguments: dict[str, Any]) -> None:
+_BUILT_FWD = ("q", "k", "v", "causal", "softmax_scale", "out", "return_lse", "config", "arch")
+_BUILT_BWD = (
+    *("dout", "q", "k", "v", "out", "lse", "causal", "softmax_scale", "dlse", "deterministic"),
+    "arch",
+)
+
+
+def _reject(arguments: dict[str, Any], built: tuple[str, ...] = _BUILT_FWD) -> None:
     """Name the first argument that asks for something not built yet."""
-    built = ("q", "k", "v", "causal", "softmax_scale", "out", "return_lse", "config", "arch")
     for name, value in arguments.items():
         if name == "window_size":
             asked = _limits(value, arguments["causal"])
@@ -267,3 +435,27 @@ def _limits(window_size: Any, causal: bool) -> bool:
             raise TypeError(f"window_size is {window_size!r}: its bounds are int or None")
     unlimited = (None, -1)
     return left not in unlimited or not (right in unlimited or (causal and right >= 0))
+
+
+def _check_dropout(dropout_p: Any) -> None:
+    if isinstance(dropout_p, bool) or not isinstance(dropout_p, int | float):
+        raise TypeError(f"dropout_p is {dropout_p!r}: a number is wanted")
+    if not 0 <= dropout_p < 1:
+        raise ValueError(f"dropout_p is {dropout_p}: allowed is 0, the default")
+    if dropout_p > 0:
+        raise NotImplementedError(
+            f"dropout_p is {dropout_p}: dropout is not built, leave it at its default, 0.0"
+        )
+
+
+def _unpacked(name: str, packed: Any, count: int) -> "tuple[Tensor, ...]":
+    """The tensors along dimension 2, as views."""
+    if not hasattr(packed, "unbind"):
+        raise TypeError(f"{name} is a {type(packed).__name__}: a torch.Tensor is wanted")
+    if len(packed.shape) != 5 or packed.shape[2] != count:
+        raise ValueError(
+            f"{name}.shape is {tuple(packed.shape)}: (batch, seqlen, {count}, nheads, head_dim) "
+            "is wanted"
+        )
+    views: tuple[Tensor, ...] = packed.unbind(2)
+    return views

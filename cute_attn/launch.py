@@ -123,8 +123,8 @@ def forward(
         _refuse_tangents(q, k, v)
     if _grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         raise NotImplementedError(
-            "q, k or v requires grad and the backward is not built yet: "
-            "call under torch.no_grad() or detach() them"
+            "q, k or v requires grad and fwd has no backward: call flash_attn_func, which is "
+            "differentiable, or fwd under torch.no_grad() or on detached tensors"
         )
     direct = out is not None and _check_out(out, plan, q, k, v)
     if plan.kernel is None:

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import cute_attn
 from cute_attn import reference
@@ -177,6 +178,57 @@ def surrounded(t):
     buffer = t.new_full((b + 2, s + 200, h + 2, d + 64), math.nan)
     buffer[1:-1, 100:-100, 1:-1, 32:-32] = t
     return buffer[1:-1, 100:-100, 1:-1, 32:-32]
+
+
+def views(device, seqlen=130, heads=4, dim=64):
+    """name -> (q, k, v) as models pass them."""
+    b, s, h, d = 2, seqlen, heads, dim
+    normal = {"dtype": BF16, "device": device}
+    transposed = [rand((b, h, s, d), seed=i, **normal).transpose(1, 2) for i in range(3)]
+    packed = rand((b, s, 3, h, d), **normal)
+    batch_inner = [rand((s, b, h, d), seed=i, **normal).transpose(0, 1) for i in range(3)]
+    wide = rand((b, s, h, 3 * d), **normal)
+    flat = rand((3 * b * s * h * d + 1,), **normal)[1:].view(3, b, s, h, d)
+    odd = rand((3, b, s, h, d + 4), **normal)[..., :d]
+    strided = rand((3, b, s, h, 2 * d), **normal)[..., ::2]
+    columns = rand((3, b, s, d, h), **normal).transpose(-1, -2)
+    one = [rand(x, seed=i, **normal) for i, x in enumerate([(b, s, h, d), (b, s, 1, d)])]
+    shared = rand((1, s, h, d), **normal).expand(b, s, h, d)
+    token = rand((b, 1, h, d), **normal).expand(b, s, h, d)
+    return {
+        "transposed": transposed,
+        "packed qkv": packed.unbind(2),
+        "batch inside": batch_inner,
+        "columns of a wider row": wide.split(d, -1),
+        "every other row": [rand((b, 2 * s, h, d), seed=i, **normal)[:, ::2] for i in range(3)],
+        "every other head": [
+            rand((b, s, 2 * h, d), seed=i, **normal)[:, :, 1::2] for i in range(3)
+        ],
+        "base not aligned": flat.unbind(0),
+        "stride not a multiple of 8": odd.unbind(0),
+        "last stride 2": strided.unbind(0),
+        "last stride nheads": columns.unbind(0),
+        "expanded kv head": (one[0], one[1].expand(b, s, h, d), one[1].expand(b, s, h, d)),
+        "expanded batch": (one[0], shared, shared),
+        "expanded sequence": (token, one[0], token),
+        "one tensor thrice": (one[0], one[0], one[0]),
+    }
+
+
+class Watch(TorchDispatchMode):
+    """The largest tensor made, and how often each operation ran."""
+
+    def __init__(self):
+        super().__init__()
+        self.largest, self.count = 0, {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and not func.is_view:
+            self.largest = max(self.largest, result.numel())
+        name = func.overloadpacket.__name__
+        self.count[name] = self.count.get(name, 0) + 1
+        return result
 
 
 def gpu_classes():

@@ -19,13 +19,13 @@ from helpers import (
     errors,
     qkv,
     ramp,
-    rand,
     run,
     score_error,
     sdpa,
     some,
     surrounded,
     sweep_causal,
+    views,
 )
 
 import cute_attn
@@ -377,41 +377,6 @@ def test_a_row_depends_on_its_own_sequence_and_head_only(device, causal, lengths
 
 
 # ---- views --------------------------------------------------------------------------------------
-
-
-def views(device, seqlen=130, heads=4, dim=64):
-    """name -> (q, k, v) as models pass them."""
-    b, s, h, d = 2, seqlen, heads, dim
-    normal = {"dtype": BF16, "device": device}
-    transposed = [rand((b, h, s, d), seed=i, **normal).transpose(1, 2) for i in range(3)]
-    packed = rand((b, s, 3, h, d), **normal)
-    batch_inner = [rand((s, b, h, d), seed=i, **normal).transpose(0, 1) for i in range(3)]
-    wide = rand((b, s, h, 3 * d), **normal)
-    flat = rand((3 * b * s * h * d + 1,), **normal)[1:].view(3, b, s, h, d)
-    odd = rand((3, b, s, h, d + 4), **normal)[..., :d]
-    strided = rand((3, b, s, h, 2 * d), **normal)[..., ::2]
-    columns = rand((3, b, s, d, h), **normal).transpose(-1, -2)
-    one = [rand(x, seed=i, **normal) for i, x in enumerate([(b, s, h, d), (b, s, 1, d)])]
-    shared = rand((1, s, h, d), **normal).expand(b, s, h, d)
-    token = rand((b, 1, h, d), **normal).expand(b, s, h, d)
-    return {
-        "transposed": transposed,
-        "packed qkv": packed.unbind(2),
-        "batch inside": batch_inner,
-        "columns of a wider row": wide.split(d, -1),
-        "every other row": [rand((b, 2 * s, h, d), seed=i, **normal)[:, ::2] for i in range(3)],
-        "every other head": [
-            rand((b, s, 2 * h, d), seed=i, **normal)[:, :, 1::2] for i in range(3)
-        ],
-        "base not aligned": flat.unbind(0),
-        "stride not a multiple of 8": odd.unbind(0),
-        "last stride 2": strided.unbind(0),
-        "last stride nheads": columns.unbind(0),
-        "expanded kv head": (one[0], one[1].expand(b, s, h, d), one[1].expand(b, s, h, d)),
-        "expanded batch": (one[0], shared, shared),
-        "expanded sequence": (token, one[0], token),
-        "one tensor thrice": (one[0], one[0], one[0]),
-    }
 
 
 @both_masks

@@ -30,7 +30,9 @@ FORBIDDEN = {
     "cute_attn/problem.py": ("torch", "cutlass", "cute_attn.kernels"),
     "cute_attn/config.py": ("torch", "cutlass", "cute_attn.kernels"),
     "cute_attn/tuning.py": ("torch", "cutlass", "cute_attn.kernels"),
-    "cute_attn/reference.py": ("cutlass", "cute_attn.kernels"),
+    "cute_attn/reference": ("cutlass", "cute_attn.kernels"),
+    "cute_attn/autograd.py": ("cutlass", "cute_attn.kernels"),
+    "cute_attn/backward.py": ("cutlass", "cute_attn.kernels"),
     "cute_attn/api.py": ("cutlass", "cute_attn.kernels"),
     "scripts": ("cute_attn.kernels",),
 }

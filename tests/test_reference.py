@@ -4,8 +4,7 @@ import math
 
 import pytest
 import torch
-from helpers import BF16, FP16, UNIT, close, naive, qkv
-from torch.utils._python_dispatch import TorchDispatchMode
+from helpers import BF16, FP16, UNIT, Watch, close, naive, qkv
 
 from cute_attn import reference
 
@@ -115,22 +114,6 @@ def test_special_values_reach_the_queries_that_see_them(name, causal, scale):
             q, k, v, causal=causal, softmax_scale=scale, block_q=block, block_k=block
         )
         exact(got, want, 4e-6)
-
-
-class Watch(TorchDispatchMode):
-    """The largest tensor made, and how often each operation ran."""
-
-    def __init__(self):
-        super().__init__()
-        self.largest, self.count = 0, {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor) and not func.is_view:
-            self.largest = max(self.largest, result.numel())
-        name = func.overloadpacket.__name__
-        self.count[name] = self.count.get(name, 0) + 1
-        return result
 
 
 def test_blockwise_memory_is_linear_and_heads_are_not_copied():
