@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from cute_attn import autograd, backward, launch
+from cute_attn import autograd, backward, launch, tuning
 from cute_attn import compile as jit
 from cute_attn.config import FwdConfig
 from cute_attn.problem import DTYPES, Problem
@@ -357,10 +357,11 @@ def warmup(
     config: FwdConfig | None = None,
     arch: str | None = None,
 ) -> None:
-    """Compile, or load from disk, the kernel of a class of problems, so that fwd need not.
+    """Compile, or load from disk, the kernels of a class of problems, so that fwd need not.
 
-    One kernel serves all batch sizes, lengths, head counts and strides of a class: its dtype
-    ('bf16', 'fp16' or the torch dtype), head dims, causal and the sign of softmax_scale. Needs no
+    A class is a dtype ('bf16', 'fp16' or the torch dtype), head dims, causal and the sign of
+    softmax_scale. One kernel serves all batch sizes, lengths, head counts and strides, and a second
+    one few queries on many keys; with config only the kernel of that one is made ready. Needs no
     GPU if arch is given: the cache directory then serves machines with the same CPU features and
     DSL. On a GPU of that arch the kernel also becomes ready for CUDA-graph capture.
     Raises ValueError or TypeError for a class or config that cannot be, ImportError without the
@@ -378,12 +379,15 @@ def warmup(
     name = DTYPES.get(str(dtype), str(dtype))
     width = head_dim if head_dim_v is None else head_dim_v
     problem = Problem(name, head_dim, width, causal, negative)
-    config = launch.choose_config(problem, config)
+    configs = [launch.choose_config(problem, config)]
+    if config is None:
+        configs.append(tuning.split(problem))
     if arch == "cpu":
         return
-    jit.get(problem, config, arch)
-    if here and launch.runs_here(arch) and not torch.cuda.is_current_stream_capturing():
-        _first_launch(problem, config)
+    for each in configs:
+        jit.get(problem, each, arch)
+        if here and launch.runs_here(arch) and not torch.cuda.is_current_stream_capturing():
+            _first_launch(problem, each)
 
 
 def _first_launch(problem: Problem, config: FwdConfig) -> None:

@@ -8,7 +8,7 @@ SMEM_LIMIT = 232_448  # bytes of dynamic shared memory one CTA may have on sm_90
 BARRIER_BYTES = 1024  # what the mbarriers and tickets may take, alignment included
 REGISTERS = {1: (240, 56), 2: (240, 24), 3: (160, 32)}  # warpgroups -> (consumer, producer)
 FILL = 132  # tiles that keep every SM of an H100 or H200 busy
-PART_KEYS = 512  # a part of the keys has at least so many
+PART_KEYS = 512  # keys of a part, on average at least
 MAX_PARTS = 32  # one lane each in the kernel that merges them
 SCHEDULES = ("grid", "static", "dynamic")  # one tile per CTA; round-robin; tickets
 
@@ -93,13 +93,15 @@ class FwdConfig:
         return REGISTERS[self.warpgroups]
 
     def parts(self, problem: Problem) -> int:
-        """Into how many parts the keys are split: as many as fill the GPU with one sequence, none
-        shorter than PART_KEYS. What else is in the batch does not matter, so that it cannot
-        change a row's bits."""
-        if not self.split_kv:
+        """Into how many parts the keys are split: as many as fill the GPU with one sequence, of
+        PART_KEYS on average or more, and of whole blocks. What else is in the batch does not
+        matter, so that it cannot change a row's bits."""
+        if not self.split_kv or problem.seqlen_k == 0:
             return 1
         tiles = problem.heads_q * -(-problem.seqlen_q // self.tile_m)
-        return max(1, min(problem.seqlen_k // PART_KEYS, FILL // max(tiles, 1), MAX_PARTS))
+        most = max(1, min(problem.seqlen_k // PART_KEYS, FILL // max(tiles, 1), MAX_PARTS))
+        blocks = -(-problem.seqlen_k // self.tile_n)
+        return -(-blocks // -(-blocks // most))  # parts of equal length: the last may be empty
 
     def smem_bytes(self, problem: Problem, itemsize: int = 2) -> int:
         q = self.q_ring * 64 * max(problem.tile_dim, problem.tile_dim_v)

@@ -491,7 +491,9 @@ def _stream_counter(index: int) -> Tensor:
 
 
 def _prepare_counters(index: int) -> None:
-    if index not in _slots:
+    with _slots_lock:  # a graph may hold what the first of two threads has made
+        if index in _slots:
+            return
         device = torch.device("cuda", index)
         slots = torch.zeros(CAPTURE_SLOTS, 4, dtype=torch.int32, device=device)
         idle = torch.zeros(1, dtype=torch.int32, device=device)

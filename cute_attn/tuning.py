@@ -31,15 +31,20 @@ def pick(problem: Problem) -> FwdConfig:
     """The measured best config. It depends on head dims and mask, and on lengths and heads where
     the keys are split, but never on the batch: a row's bits must not depend on what else is in
     it."""
-    dims = problem.head_dim, problem.head_dim_v
-    for head_dim, head_dim_v, config in SPLIT:
-        if dims[0] <= head_dim and dims[1] <= head_dim_v:
-            if config.parts(problem) >= FEWEST_PARTS:
-                return config
-            break
+    few_queries = split(problem)
+    if few_queries.parts(problem) >= FEWEST_PARTS:
+        return few_queries
     for head_dim, head_dim_v, full, causal in FORWARD:
-        if dims[0] <= head_dim and dims[1] <= head_dim_v:
+        if problem.head_dim <= head_dim and problem.head_dim_v <= head_dim_v:
             return causal if problem.causal else full
+    raise AssertionError(f"no row serves {problem}")
+
+
+def split(problem: Problem) -> FwdConfig:
+    """What pick takes for problems of this class with few queries on many keys."""
+    for head_dim, head_dim_v, config in SPLIT:
+        if problem.head_dim <= head_dim and problem.head_dim_v <= head_dim_v:
+            return config
     raise AssertionError(f"no row serves {problem}")
 
 

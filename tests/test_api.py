@@ -277,15 +277,19 @@ def test_warmup_for_a_named_arch(monkeypatch, tmp_path):
     before = jit.count()
     for dtype in ("bf16", BF16):
         cute_attn.warmup(64, dtype=dtype, causal=True, arch="sm90")
-    assert jit.count() == before + 1
-    assert len(list(tmp_path.glob("*.o"))) == 1
-    e = cute_attn.explain(*tensors(d=64, dv=64), causal=True, arch="sm90")
-    assert e.compiled == "in memory"
+    assert jit.count() == before + 2
+    assert len(list(tmp_path.glob("*.o"))) == 2
+    few = tensors(batch=1, seqlen_q=1, seqlen_k=4096, heads_q=2, heads_kv=1, d=64, dv=64)
+    for shapes in (tensors(d=64, dv=64), few):
+        e = cute_attn.explain(*shapes, causal=True, arch="sm90")
+        assert e.compiled == "in memory" and e.config.split_kv == (shapes is few)
     jit.forget()
     e = cute_attn.explain(*tensors(d=64, dv=64), causal=True, arch="sm90")
     assert e.compiled == "on disk"
     cute_attn.warmup(64, causal=True, softmax_scale=-1.0, arch="sm90")
-    assert jit.count() == before + 2
+    assert jit.count() == before + 4
+    cute_attn.warmup(64, dtype="fp16", config=FwdConfig(), arch="sm90")
+    assert jit.count() == before + 5
     jit.forget()
 
 

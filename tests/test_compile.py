@@ -101,8 +101,8 @@ def check(problem, config):
         built = inspect.build(problem, config)
     used = built.resources
     assert not floats
-    if config.split_kv:  # one register, once a tile, where causal heads are wide
-        assert used.frame <= 8 and used.counts.get("STL", 0) <= 2 >= used.counts.get("LDL", 0), used
+    if config.split_kv:  # a register or two, once a tile and not once a block
+        assert used.frame <= 16 and not any(loop.get("STL", 0) for loop in used.loops), used
     else:
         assert used.frame == 0 and not used.spills, used
     assert 0 < used.smem <= SMEM_LIMIT

@@ -55,7 +55,7 @@ def test_limits():
 
 
 def test_parts_of_the_keys():
-    """By lengths and heads alone; a part has 512 keys at least, and all parts fill 132 SMs."""
+    """By lengths and heads alone; parts have 512 keys on average, and together fill 132 SMs."""
     config = FwdConfig(128, 128, split_kv=True)
 
     def parts(**sizes):
@@ -64,6 +64,7 @@ def test_parts_of_the_keys():
     assert parts(batch=1, seqlen_q=100, seqlen_k=4096, heads_q=16) == 8
     assert parts(batch=99, seqlen_q=100, seqlen_k=4096, heads_q=16) == 8
     assert parts(seqlen_q=129, seqlen_k=4096, heads_q=16) == 4
+    assert parts(seqlen_q=1, seqlen_k=4224, heads_q=8) == 7  # 33 blocks: 8 parts leave one empty
     assert parts(seqlen_q=1, seqlen_k=1023, heads_q=1) == parts() == 1
     assert parts(seqlen_q=1, seqlen_k=10**6, heads_q=1) == 32
     assert FwdConfig().parts(Problem("bf16", 128, 128, seqlen_q=1, seqlen_k=10**6, heads_q=1)) == 1

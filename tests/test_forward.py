@@ -253,6 +253,17 @@ def test_products_of_minus_infinity_are_masked_keys(device, causal):
             assert (out[0] == 0).all() and (lse[0] == -INF).all() and lse[1].isfinite().all()
 
 
+@pytest.mark.parametrize("size", [3.0, 30.0, 90.0, 300.0, 600.0])
+def test_a_single_key_gives_its_own_value(device, size):
+    """The reference of a score of 10^6 is rounded by percents of a weight, and P keeps them or not:
+    with one key the quotient must be its value all the same."""
+    for i in range(20):
+        q, k, v = qkv(1, 5, 1, 2, 64, dtype=FP16, device=device, seed=i)
+        q[:], k[:] = size * (1 + i / 50), size * (1 + i / 50)
+        out = cute_attn.fwd(q, k, v)
+        assert torch.equal(out, v.expand_as(out))
+
+
 @both_masks
 def test_huge_and_tiny_values(device, causal):
     q, k, v = qkv(1, 200, 300, (2, 1), 128, device=device)

@@ -52,7 +52,7 @@ class OnlineSoftmax:
     ref: cute.Tensor  # (2,) running reference of scale_log2 * scores
     row_sum: cute.Tensor  # (2,) running sum of weights, this thread's columns only
     fix: cute.Tensor  # (2,) what O has to be multiplied with to meet ref
-    unit: cute.Tensor  # (2,) the largest weight: 1 up to the rounding of ref, and 1 in fp16's P
+    unit: cute.Tensor  # (2,) the largest weight: 1 up to the rounding of ref, which P loses
     limit: cute.Tensor  # (2,) bits of the sum of one block's weights that `late` lets pass
     raises: cute.Tensor  # (2,) blocks in which `late` raised the reference
     scale_log2: Float32  # |softmax_scale| * log2(e)
@@ -193,7 +193,9 @@ class OnlineSoftmax:
             empty = total == 0.0
             norm[r] = Float32(0.0) if empty else cute.arch.rcp_approx(total)
             if const_expr(self.fine):
-                norm[r] = norm[r] * self.unit[r]
+                kept = Float32(self.unit[r].to(cutlass.Float16))  # as P holds the largest weight
+                sane = (kept > 0.0) & (kept < Float32.inf)
+                norm[r] = norm[r] * (self.unit[r] * cute.arch.rcp_approx(kept) if sane else 1.0)
             lse_log2 = self.ref[r] + cute.math.log2(total, fastmath=True)
             lse[r] = -Float32.inf if empty else lse_log2 * LN_2
         return norm, lse
