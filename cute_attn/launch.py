@@ -301,11 +301,11 @@ def _bind(plan: Plan) -> None:
 
 
 def _scratch(plan: Plan) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
-    """O and LSE of every part of the keys, where they are split."""
+    """O and row statistics of every part of the keys, where they are split."""
     if not plan.config.split_kv:
         return ()
     parts = plan.config.parts(plan.problem)
-    shapes = (parts, *plan.out_shape), (parts, *plan.lse_shape)
+    shapes = (parts, *plan.out_shape), (2, parts, *plan.lse_shape)
     return tuple((shape, _contiguous_stride(shape)) for shape in shapes)
 
 

@@ -33,7 +33,7 @@ class Arithmetic:
             cute.make_tensor(t.iterator, cute.select(t.layout, mode=[1, 3, 2, 0]))
             for t in (mQ, mK, mV)
         ]
-        shape = self.kernel.shape(mQ, mK, mV, Parts(None, part_lse))
+        shape = self.kernel.shape(mQ, mK, mV, Parts(None, part_lse, part_lse))
         for i in cutlass.range(tiles.shape[0]):
             tile = tile_at(self.cfg, self.problem, shape, Int32(i))
             for j in cutlass.range_constexpr(5):

@@ -49,10 +49,11 @@ class Device:
             assert lse.is_contiguous() or lse.untyped_storage().nbytes() == 4
             assert lse.dtype == torch.float32
             assert len(parts) == (2 if config.split_kv else 0)
-            for part, whole in zip(parts, (o, lse)):
-                assert part.shape == (parts[0].shape[0], *whole.shape)
-                assert part.is_contiguous() and part.dtype == torch.float32
             self.parts = parts[0].shape[0] if parts else 1
+            for part, shape in zip(parts, ((*o.shape,), (*lse.shape,))):
+                leading = (self.parts,) if len(shape) == 4 else (2, self.parts)
+                assert part.shape == (*leading, *shape)
+                assert part.is_contiguous() and part.dtype == torch.float32
             assert counter.shape == (1,) and counter.item() == 0 and sms == 132
             assert type(scale) is float and scale > 0
             if self.fake_result is not None:

@@ -1,32 +1,35 @@
 """Attention over parts of the keys -> attention over all of them (FlashDecoding; the monoid of
-cute_attn.merge). A warp a row: lane p holds the log-sum-exp of part p."""
+cute_attn.merge). A warp a row: lane p holds the statistics of part p."""
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
 WARPS = 4  # rows a CTA merges
 PAIR = 2  # columns a lane holds at a time
 
 
 @cute.jit
-def share(lse: Float32):
-    """(this lane's share of the row's weights, the row's log-sum-exp) from one part a lane."""
-    top = cute.arch.warp_reduction_max(lse)
+def share(ref: Float32, log_sum: Float32):
+    """(this lane's share of the row's weights, the row's log-sum-exp) from one part a lane. Their
+    sum would be rounded: scores that are large alike would lose what tells the parts apart."""
+    top = cute.arch.warp_reduction_max(ref)
     safe = Float32(0.0) if top == -Float32.inf else top
-    weight = cute.math.exp2((lse - safe) * LOG2_E, fastmath=True)
+    weight = cute.math.exp2((ref - safe) + log_sum, fastmath=True)
     total = cute.arch.warp_reduction_sum(weight)
     empty = total == 0.0
-    whole = -Float32.inf if empty else top + cute.math.log2(total, fastmath=True) * LN_2
+    whole = -Float32.inf if empty else (top + cute.math.log2(total, fastmath=True)) * LN_2
     return weight * (Float32(0.0) if empty else cute.arch.rcp_approx(total)), whole
 
 
 @cute.kernel
-def merge_parts(parts: cute.Tensor, part_lse: cute.Tensor, out: cute.Tensor, lse: cute.Tensor):
-    """parts (seqlen, head_dim_v, head, batch, part) and part_lse (seqlen, head, batch, part) in
-    fp32; out (seqlen, head_dim_v, head, batch) in 16 bits; lse (seqlen, head, batch) in fp32."""
+def merge_parts(
+    parts: cute.Tensor, ref: cute.Tensor, log_sum: cute.Tensor, out: cute.Tensor, lse: cute.Tensor
+):
+    """parts (seqlen, head_dim_v, head, batch, part), ref and log_sum (seqlen, head, batch, part) in
+    fp32, both in log2; out (seqlen, head_dim_v, head, batch) in 16 bits; lse (seqlen, head, batch)
+    in fp32."""
     seqlen, width, heads, batches = out.shape
     index = cute.arch.block_idx()[0] * WARPS + cute.arch.warp_idx()
     if index < seqlen * heads * batches:
@@ -36,7 +39,8 @@ def merge_parts(parts: cute.Tensor, part_lse: cute.Tensor, out: cute.Tensor, lse
         row = rest - batch * seqlen
         merge_row(
             parts[row, None, head, batch, None],
-            part_lse[row, head, batch, None],
+            ref[row, head, batch, None],
+            log_sum[row, head, batch, None],
             out[row, None, head, batch],
             lse,
             (row, head, batch),
@@ -44,12 +48,12 @@ def merge_parts(parts: cute.Tensor, part_lse: cute.Tensor, out: cute.Tensor, lse
 
 
 @cute.jit
-def merge_row(parts, part_lse, out, lse, at):
-    lane, count = cute.arch.lane_idx(), part_lse.shape[0]
-    mine = -Float32.inf
+def merge_row(parts, ref, log_sum, out, lse, at):
+    lane, count = cute.arch.lane_idx(), log_sum.shape[0]
+    my_ref, my_sum = -Float32.inf, -Float32.inf
     if lane < count:
-        mine = part_lse[lane]
-    weight, whole = share(mine)
+        my_ref, my_sum = ref[lane], log_sum[lane]
+    weight, whole = share(my_ref, my_sum)
     if lane == 0:
         lse[at] = whole
     for start in cutlass.range(0, out.shape[0], 32 * PAIR, unroll=1):
@@ -81,8 +85,8 @@ def pair_at(row: cute.Tensor, col: Int32) -> cute.Tensor:
 
 
 @cute.jit
-def launch_merge(parts, part_lse, out, lse, stream):
+def launch_merge(parts, ref, log_sum, out, lse, stream):
     rows = Int32(out.shape[0] * out.shape[2] * out.shape[3])
-    merge_parts(parts, part_lse, out, lse).launch(
+    merge_parts(parts, ref, log_sum, out, lse).launch(
         grid=(cute.ceil_div(rows, WARPS), 1, 1), block=(32 * WARPS, 1, 1), stream=stream
     )

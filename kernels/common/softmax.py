@@ -186,8 +186,8 @@ class OnlineSoftmax:
 
     @cute.jit
     def finish(self):
-        """(1 / row sum, log-sum-exp in natural log) of every row; (0, -inf) if it saw no key."""
-        norm, lse = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
+        """(1 / row sum, log2 of the row sum) of every row; (0, -inf) if it saw no key."""
+        norm, log_sum = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
         for r in cutlass.range_constexpr(2):
             total = cute.arch.warp_reduction_sum(self.row_sum[r], threads_in_group=4)
             empty = total == 0.0
@@ -196,9 +196,17 @@ class OnlineSoftmax:
                 kept = Float32(self.unit[r].to(cutlass.Float16))  # as P holds the largest weight
                 sane = (kept > 0.0) & (kept < Float32.inf)
                 norm[r] = norm[r] * (self.unit[r] * cute.arch.rcp_approx(kept) if sane else 1.0)
-            lse_log2 = self.ref[r] + cute.math.log2(total, fastmath=True)
-            lse[r] = -Float32.inf if empty else lse_log2 * LN_2
-        return norm, lse
+            log_sum[r] = -Float32.inf if empty else cute.math.log2(total, fastmath=True)
+        return norm, log_sum
+
+    @cute.jit
+    def lse(self, log_sum: cute.Tensor) -> cute.Tensor:
+        """Log-sum-exp in natural log."""
+        lse = cute.make_rmem_tensor(2, Float32)
+        for r in cutlass.range_constexpr(2):
+            empty = log_sum[r] == -Float32.inf
+            lse[r] = -Float32.inf if empty else (self.ref[r] + log_sum[r]) * LN_2
+        return lse
 
 
 def make_softmax(problem, scale_log2: Float32) -> OnlineSoftmax:

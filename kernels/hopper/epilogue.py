@@ -56,14 +56,14 @@ def write_part(x: Inputs, f, norm: cute.Tensor, tile: Tile, row0, seqlen_q, ring
 
 
 @cute.jit
-def store_lse(lse: cute.Tensor, rows: cute.Tensor, cS: cute.Tensor, tile: Tile, row0, seqlen_q):
+def store_rows(to: cute.Tensor, rows: cute.Tensor, cS: cute.Tensor, tile: Tile, row0, seqlen_q):
     """rows: one value per row this thread owns; the thread that owns column 0 writes it."""
     C = acc_as_rows(cS)
     if C[0, 0][1] == 0:
         for r in cutlass.range_constexpr(cute.size(rows)):
             row = row0 + C[r, 0][0]
             if row < seqlen_q:
-                lse[row, tile.head, tile.batch] = rows[r]
+                to[row, tile.head, tile.batch] = rows[r]
 
 
 @cute.jit

@@ -85,7 +85,7 @@ class ForwardSm90:
         m_blocks = cute.ceil_div(mQ.shape[0], self.cfg.tile_m)
         count, blocks = Int32(1), cute.ceil_div(mK.shape[0], self.cfg.tile_n)
         if const_expr(self.cfg.split_kv):
-            count = parts.lse.shape[3]
+            count = parts.log_sum.shape[3]
             blocks = cute.ceil_div(blocks, count)
         return Shape(
             mQ.shape[0], mK.shape[0], heads_q, q_per_kv, m_blocks, heads, group, tail, count, blocks
@@ -166,14 +166,15 @@ class SplitForwardSm90(ForwardSm90):
         sms: Int32,
         softmax_scale: Float32,
         mPartO: cute.Tensor,
-        mPartLSE: cute.Tensor,
+        mPartRows: cute.Tensor,
         stream: cuda.CUstream,
     ):
-        """mPartO (parts, batch, seqlen_q, heads_q, head_dim_v) and mPartLSE (parts, batch, heads_q,
-        seqlen_q) are fp32 scratch."""
+        """mPartO (parts, batch, seqlen_q, heads_q, head_dim_v) and mPartRows (2, parts, batch,
+        heads_q, seqlen_q) are fp32 scratch."""
         tensors = [reordered(t, ROWS) for t in (mQ, mK, mV, mO)]
         lse = reordered(mLSE, LSE)
-        parts = Parts(reordered(mPartO, PART_ROWS), reordered(mPartLSE, PART_LSE))
+        rows = [reordered(mPartRows[i, None, None, None, None], PART_LSE) for i in range(2)]
+        parts = Parts(reordered(mPartO, PART_ROWS), *rows)
         self.launch(*tensors, lse, parts, counter, sms, softmax_scale, stream)
         launch_merge(*parts, tensors[3], lse, stream)
 
@@ -205,7 +206,7 @@ def compile_fwd(problem: Problem, config: FwdConfig, options: str = ""):
             cute.runtime.make_fake_compact_tensor(
                 Float32, shape, stride_order=tuple(reversed(range(len(shape)))), assumed_align=16
             )
-            for shape in ((n, b, sq, hq, dv), (n, b, hq, sq))
+            for shape in ((n, b, sq, hq, dv), (2, n, b, hq, sq))
         )
     return cute.compile(
         kernel, q, k, v, o, lse, counter, Int32(1), Float32(1.0), *parts, stream,

@@ -319,11 +319,14 @@ class Consumer:
         self.take_token()
         self.issue_pv(v)
         self.pass_token()
-        norm, lse = self.softmax.finish()
-        to = self.x.lse
+        norm, log_sum = self.softmax.finish()
+        statistics = [(self.x.lse, self.softmax.lse(log_sum))]
         if const_expr(self.cfg.split_kv):
-            to = self.x.parts.lse[None, None, None, tile.part]
-        epilogue.store_lse(to, lse, self.f.cS, tile, rows.first, self.shape.seqlen_q)
+            parts = self.x.parts
+            statistics = [(parts.ref, self.softmax.ref), (parts.log_sum, log_sum)]
+            statistics = [(to[None, None, None, tile.part], values) for to, values in statistics]
+        for to, values in statistics:
+            epilogue.store_rows(to, values, self.f.cS, tile, rows.first, self.shape.seqlen_q)
         warpgroup.wait_group(0)
         self.pipes.v.consumer_release(v)
         v.advance()

@@ -22,7 +22,10 @@ class Parts(NamedTuple):
     """Attention over a part of the keys each, to be merged."""
 
     out: cute.Tensor  # (seqlen_q, head_dim_v, head, batch, part) fp32
-    lse: cute.Tensor  # (seqlen_q, head, batch, part) fp32
+    ref: (
+        cute.Tensor
+    )  # (seqlen_q, head, batch, part) fp32: what the part's weights were taken against
+    log_sum: cute.Tensor  # the same shape: log2 of their sum
 
 
 class Inputs(NamedTuple):
