@@ -26,6 +26,17 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 BF16, FP16 = torch.bfloat16, torch.float16
 UNIT = {BF16: 2.0**-8, FP16: 2.0**-11}  # relative error of rounding to nearest
 HEAD_DIMS = range(8, 257, 8)
+SHAPES = [  # small ones for references: (seqlen_q, seqlen_k, heads, dims)
+    (1, 1, 1, 8),
+    (5, 5, 2, 16),
+    (17, 40, (4, 2), (24, 40)),
+    (40, 17, (3, 1), (40, 8)),
+    (33, 1, 2, 8),
+    (1, 50, (2, 1), 64),
+    (0, 5, 2, 8),
+    (5, 0, 2, 8),
+]
+SCALES = [None, 0.0, -0.3, 2.0]
 
 
 def sweep_causal(dtype, head_dim):

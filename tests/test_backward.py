@@ -10,6 +10,8 @@ from helpers import (
     BF16,
     FP16,
     HEAD_DIMS,
+    SCALES,
+    SHAPES,
     Watch,
     close,
     qkv,
@@ -29,17 +31,6 @@ from cute_attn.reference_backward import attention_backward, attention_backward_
 each_device = pytest.mark.parametrize("device", DEVICES)
 both_masks = pytest.mark.parametrize("causal", [False, True])
 NAN, INF = math.nan, math.inf
-SHAPES = [  # (seqlen_q, seqlen_k, heads, dims)
-    (1, 1, 1, 8),
-    (5, 5, 2, 16),
-    (17, 40, (4, 2), (24, 40)),
-    (40, 17, (3, 1), (40, 8)),
-    (33, 1, 2, 8),
-    (1, 50, (2, 1), 64),
-    (0, 5, 2, 8),
-    (5, 0, 2, 8),
-]
-SCALES = [None, 0.0, -0.3, 2.0]
 EDGES = [1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 257]
 
 

@@ -4,21 +4,9 @@ import math
 
 import pytest
 import torch
-from helpers import BF16, FP16, UNIT, Watch, close, naive, qkv
+from helpers import BF16, FP16, SCALES, SHAPES, UNIT, Watch, close, naive, qkv
 
 from cute_attn import reference
-
-SHAPES = [  # (seqlen_q, seqlen_k, heads, dims)
-    (1, 1, 1, 8),
-    (5, 5, 2, 16),
-    (17, 40, (4, 2), (24, 40)),
-    (40, 17, (3, 1), (40, 8)),
-    (33, 1, 2, 8),
-    (1, 50, (2, 1), 64),
-    (0, 5, 2, 8),
-    (5, 0, 2, 8),
-]
-SCALES = [None, 0.0, -0.3, 2.0]
 
 
 def exact(got, want, relative=1e-9):

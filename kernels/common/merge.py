@@ -5,7 +5,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-LN_2 = 0.6931471805599453
+from cute_attn.kernels.common.softmax import LN_2
+
 WARPS = 4  # rows a CTA merges
 PAIR = 2  # columns a lane holds at a time
 

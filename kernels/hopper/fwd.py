@@ -18,11 +18,7 @@ from cute_attn.kernels.hopper.operands import Inputs, Mmas, Parts, Shape, TmaOpe
 from cute_attn.problem import Problem
 
 DTYPES = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
-
-
 LOG2_E = 1.4426950408889634
-
-
 # What torch hands over -> (seqlen, width, heads, batch, parts of the keys), as the kernels read it
 ROWS, LSE, PART_ROWS, PART_LSE = [1, 3, 2, 0], [2, 1, 0], [2, 4, 3, 1, 0], [3, 2, 1, 0]
 

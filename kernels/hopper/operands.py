@@ -22,9 +22,7 @@ class Parts(NamedTuple):
     """Attention over a part of the keys each, to be merged."""
 
     out: cute.Tensor  # (seqlen_q, head_dim_v, head, batch, part) fp32
-    ref: (
-        cute.Tensor
-    )  # (seqlen_q, head, batch, part) fp32: what the part's weights were taken against
+    ref: cute.Tensor  # (seqlen_q, head, batch, part) fp32: what weights are relative to, in log2
     log_sum: cute.Tensor  # the same shape: log2 of their sum
 
 
@@ -37,7 +35,7 @@ class Inputs(NamedTuple):
     gK: cute.Tensor  # (seqlen_k, head_dim, kv_head, batch)
     gV: cute.Tensor  # (seqlen_k, head_dim_v, kv_head, batch)
     lse: cute.Tensor  # (seqlen_q, head, batch)
-    parts: Parts | None  # where O and LSE go if the keys are split
+    parts: Parts | None  # where O and row statistics go if the keys are split
     counter: cute.Tensor  # (1,) int32, zero between launches
 
 
