@@ -472,3 +472,5 @@ def test_b109_host_cost_of_a_warm_call(causal):
         )
     print(f"host cost {ours:.2f} us, torch's {torchs:.2f} us")
     assert ours <= max(8.0, 0.75 * torchs)
+    if ours > 8.0:
+        pytest.xfail(f"missed: {ours:.1f} us, 8 were asked for (torch {torchs:.1f})")
