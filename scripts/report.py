@@ -25,11 +25,18 @@ MARKERS = re.compile(r"(<!-- report:(\w+) -->\n)(.*?)(<!-- /report -->)", re.S)
 PEERS = ("cudnn", "fa2", "fa3", "fa4")
 DATA_NAME = {
     "normal": "N(0,1) data",
-    "ramp": "ramp data (the maximum moves in every block)",
+    "ramp": "ramp data (scores rise by 10 binades over 128 keys; the maximum moves in every block)",
+    "ramp-20": "ramp data of 20 binades over 128 keys",
     "x30": "30·N(0,1) data",
     "outliers": "N(0,1) + N(0,100)·Bernoulli(0.001) data",
 }
 NOTHING = "*No records yet.*\n"
+
+
+def of_slope(r):
+    """A ramp other than the usual one is data of its own."""
+    usual = r.get("slope", cases.SLOPE) == cases.SLOPE
+    return r if usual else r | {"data": f"ramp-{r['slope']:g}"}
 
 
 def newest(found):
@@ -158,6 +165,7 @@ TABLES = {
     "compact": compact,
     "main": lambda found: full(found, "main18", "normal"),
     "ramp": lambda found: full(found, "main18", "ramp"),
+    "steep": lambda found: full(found, "main18", "ramp-20"),
     "extra": lambda found: full(found, "extra", "normal"),
     "tuning": lambda found: full(found, "tuning", "normal"),
     "host": host,
@@ -219,7 +227,7 @@ def main(argv):
         found = records.read(args.records or sorted((ROOT / "benchmarks").glob("*.jsonl")))
     except (OSError, ValueError) as error:
         p.error(str(error))
-    found = newest([r for r in found if "case" in r])  # the others are test runs
+    found = newest([of_slope(r) for r in found if "case" in r])  # the others are test runs
     stale = []
     for place in PLACES:
         path = ROOT / place

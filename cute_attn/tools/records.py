@@ -49,12 +49,14 @@ def git() -> dict[str, Any]:
     return {"sha": text[0], "dirty": bool(text[1])}
 
 
-def source_digest() -> str:
-    """Of every Python file that can change a kernel or its launch: says which code was timed
-    where there is no git checkout, as on a machine that was sent the tree."""
+def source_digest(backward: bool = False) -> str:
+    """Of the Python files that decide what runs on the device, beside the config that a record
+    holds: says which code was timed, whatever else has changed around it."""
     package = ROOT / "cute_attn"
     kernels = package / "kernels" if (package / "kernels" / "hopper").is_dir() else ROOT / "kernels"
-    files = {p for p in package.glob("*.py")} | set(kernels.rglob("*.py"))
+    files = {package / "tuning.py"} | set(kernels.rglob("*.py"))
+    if not backward:
+        files = {p for p in files if not p.name.startswith("bwd")}
     digest = hashlib.sha256()
     for name, path in sorted((f"{p.parent.name}/{p.name}", p) for p in files):
         digest.update(name.encode() + b"\0" + path.read_bytes() + b"\0")
