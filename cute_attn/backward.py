@@ -3,10 +3,16 @@
 Kept apart from launch.py, which every forward reads on its warm path.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
+from cute_attn import compile as jit
 from cute_attn import launch
+from cute_attn.config import BwdConfig
+
+MAX_HEAD_DIM = 128  # of the backward kernel
 
 
 def backward(
@@ -37,7 +43,11 @@ def backward(
         dq, dk, dv = (t.new_zeros(t.shape) for t in (q, k, v))
         return dq, dk, dv
     if plan.arch != "cpu":
-        raise not_built(plan.device)  # the kernel's launch goes here
+        refuse(q, v, deterministic)
+        given = plan.scale if scale is None else scale
+        given = 0.0 if abs(given) < launch.MIN_SCALE else given
+        with torch.cuda.device(plan.device):
+            return _launch(plan, dout, q, k, v, out, lse, dlse, given)
     from cute_attn import reference_backward
 
     if scale is not None and abs(scale) < launch.MIN_SCALE:
@@ -47,12 +57,54 @@ def backward(
     )
 
 
-def not_built(device: torch.device) -> NotImplementedError:
-    """Raised in place of the launch, and before a forward that would need one."""
-    return NotImplementedError(
-        f"q.device is {device}: the backward kernel is not built yet for CUDA tensors; call under "
-        "torch.no_grad() if no gradients are wanted (CPU tensors have a backward)"
-    )
+def refuse(q: Tensor, v: Tensor, deterministic: bool) -> None:
+    """What the kernel does not do yet, before a launch, and before a forward that would need it."""
+    for name, t in (("q", q), ("v", v)):
+        if t.shape[-1] > MAX_HEAD_DIM:
+            raise NotImplementedError(
+                f"{name}.shape is {tuple(t.shape)}: the backward for head dims above "
+                f"{MAX_HEAD_DIM} is not built yet on CUDA tensors; call under torch.no_grad() "
+                "if no gradients are wanted"
+            )
+    if deterministic:
+        raise NotImplementedError(
+            "deterministic is True: it is not built yet on CUDA tensors, where dq is added up in "
+            "no fixed order; leave it at its default"
+        )
+
+
+def _launch(
+    plan: launch.Plan,
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dlse: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The tensors' device is current here."""
+    problem = replace(plan.problem, negative_scale=False)  # P takes a scale of either sign
+    config = BwdConfig()
+    kernel = jit.in_memory(problem, config, plan.arch)
+    if kernel is None and launch._capturing():
+        raise RuntimeError(
+            "this call would compile a kernel inside CUDA-graph capture: warm up first, "
+            "by one call with such tensors outside the capture"
+        )
+    kernel = kernel or jit.get(problem, config, plan.arch)
+    q, k, v, out, dout = (launch.loadable(t) for t in (q, k, v, out, dout))
+    dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+    if dlse is None:
+        dlse = torch.zeros((), dtype=torch.float32, device=q.device).expand(plan.lse_shape)
+    batch, heads, seqlen_q = plan.lse_shape
+    rows = config.tile_m(problem)
+    blocks = -(-seqlen_q // rows)
+    stats = lse.new_empty(2, batch, heads, blocks * rows)
+    parts = lse.new_empty(batch, heads, blocks, rows * config.width(problem))
+    kernel(q, k, v, out, dout, lse, dlse, dq, dk, dv, stats, parts, scale)
+    return dq, dk, dv
 
 
 def _check(

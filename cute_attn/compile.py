@@ -20,25 +20,27 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from cute_attn.config import FwdConfig
+from cute_attn.config import BwdConfig, FwdConfig
 from cute_attn.problem import Problem
 
 Kernel = Callable[..., Any]
+Config = FwdConfig | BwdConfig
 
 DSL_ARCH = {"sm90": "sm_90a"}  # the architectures that kernels exist for
 BUILDERS = {"sm90": "cute_attn.kernels.hopper.fwd:compile_fwd"}
+BACKWARD_BUILDERS = {"sm90": "cute_attn.kernels.hopper.bwd:compile_bwd"}
 DSL_WANTED = "nvidia-cutlass-dsl>=4.8,<4.9"
 LOCK_SECONDS = 600.0  # far above a compile: 3 to 6 s, minutes when all cores are taken
 _FUNCTION = "cute_attn_kernel"  # name of the entry in every object file
 _TRAILER = b"cute_attn sha256"  # then the digest; linkers ignore what follows an ELF file's tables
 
-_memory: dict[tuple[Problem, FwdConfig, str], Kernel] = {}
+_memory: dict[tuple[Problem, Config, str], Kernel] = {}
 _lock = threading.Lock()  # the compiler is not thread-safe: two at once abort the process
 _compiles = 0
 _warned = False
 
 
-def get(problem: Problem, config: FwdConfig, arch: str) -> Kernel:
+def get(problem: Problem, config: Config, arch: str) -> Kernel:
     """The kernel that serves the problem's class; a first call compiles, which takes seconds.
 
     Raises ImportError without a suitable CuTe DSL and NotImplementedError for an arch without
@@ -54,12 +56,12 @@ def get(problem: Problem, config: FwdConfig, arch: str) -> Kernel:
     return kernel
 
 
-def in_memory(problem: Problem, config: FwdConfig, arch: str) -> Kernel | None:
+def in_memory(problem: Problem, config: Config, arch: str) -> Kernel | None:
     """As get, but None instead of any work."""
     return _memory.get((problem.static(), config, arch))
 
 
-def state(problem: Problem, config: FwdConfig, arch: str) -> str:
+def state(problem: Problem, config: Config, arch: str) -> str:
     """'in memory', 'on disk' or 'not compiled'. Never compiles, never raises."""
     if in_memory(problem, config, arch) is not None:
         return "in memory"
@@ -70,7 +72,7 @@ def state(problem: Problem, config: FwdConfig, arch: str) -> str:
     return "on disk" if path is not None and _read(path) is not None else "not compiled"
 
 
-def object_path(problem: Problem, config: FwdConfig, arch: str) -> Path | None:
+def object_path(problem: Problem, config: Config, arch: str) -> Path | None:
     """Where the kernel's object file is or would be; None if there is no cache directory.
 
     Raises ImportError without a suitable CuTe DSL: its version is part of the name.
@@ -136,7 +138,7 @@ def cache_size() -> int:
     return total
 
 
-def _from_disk_or_build(problem: Problem, config: FwdConfig, arch: str) -> Kernel:
+def _from_disk_or_build(problem: Problem, config: Config, arch: str) -> Kernel:
     if arch not in BUILDERS:
         raise NotImplementedError(f"arch is {arch!r}: kernels exist for {', '.join(BUILDERS)}")
     _import_dsl()
@@ -185,10 +187,10 @@ def _import_dsl() -> None:
         ) from error
 
 
-def _build(problem: Problem, config: FwdConfig, arch: str) -> bytes:
+def _build(problem: Problem, config: Config, arch: str) -> bytes:
     """Compile to an object file. The target is named by option, whatever GPU is or is not here."""
     global _compiles
-    module, _, name = BUILDERS[arch].partition(":")
+    module, _, name = _builder(config, arch).partition(":")
     build = getattr(importlib.import_module(module), name)
     compiled = build(problem, config, f"--gpu-arch {DSL_ARCH[arch]}")
     _compiles += 1
@@ -196,6 +198,10 @@ def _build(problem: Problem, config: FwdConfig, arch: str) -> bytes:
         path = os.path.join(directory, "kernel.o")
         compiled.export_to_c(path, function_name=_FUNCTION)
         return Path(path).read_bytes()
+
+
+def _builder(config: Config, arch: str) -> str:
+    return (BACKWARD_BUILDERS if isinstance(config, BwdConfig) else BUILDERS).get(arch, "")
 
 
 def _load_module(path: str) -> Kernel:
@@ -216,10 +222,10 @@ def _load_bytes(code: bytes) -> Kernel:
 # The key
 
 
-def _file_name(problem: Problem, config: FwdConfig, arch: str) -> str:
+def _file_name(problem: Problem, config: Config, arch: str) -> str:
     """Reads the environment each time: a test, or a user, may change it between two compiles."""
     dsl_settings = sorted(item for item in os.environ.items() if item[0].startswith("CUTE_DSL_"))
-    parts = (problem, config, arch, DSL_ARCH.get(arch), BUILDERS.get(arch), dsl_settings)
+    parts = (problem, config, arch, DSL_ARCH.get(arch), _builder(config, arch), dsl_settings)
     text = repr((*parts, _sources(), _toolchain(), _host_cpu()))
     return hashlib.sha256(text.encode()).hexdigest()[:40] + ".o"
 

