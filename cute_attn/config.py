@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, fields
 
-from cute_attn.problem import Problem
+from cute_attn.problem import MAX_HEAD_DIM, Problem, round_up
 
 SMEM_LIMIT = 232_448  # bytes of dynamic shared memory one CTA may have on sm_90
 BARRIER_BYTES = 1024  # what the mbarriers and tickets may take, alignment included
@@ -132,12 +132,16 @@ class BwdConfig:
     ds_slots: int = 4  # a warpgroup may write two blocks past the one that the other still reads
     warpgroups: int = 2  # of 64 keys each
 
+    def wide(self, problem: Problem) -> bool:
+        """Whether the kernel for head dims above 128 is wanted."""
+        return max(problem.tile_dim, problem.tile_dim_v) > 128
+
     def width(self, problem: Problem) -> int:
         """Columns of a Q or K tile."""
-        return 64 if problem.tile_dim <= 64 else 128
+        return max(64, round_up(problem.tile_dim, 64))
 
     def width_v(self, problem: Problem) -> int:
-        return 64 if problem.tile_dim_v <= 64 else 128
+        return max(64, round_up(problem.tile_dim_v, 64))
 
     def tile_m(self, problem: Problem) -> int:
         """Queries of a block: S and dP take the registers that dK and dV leave."""
@@ -145,8 +149,8 @@ class BwdConfig:
 
     def infeasible(self, problem: Problem) -> str:
         """Why this config cannot serve the problem; '' if it can."""
-        if max(problem.head_dim, problem.head_dim_v) > 128:
-            return "the backward kernel for head dims above 128 is not built yet"
+        if max(problem.head_dim, problem.head_dim_v) > MAX_HEAD_DIM:
+            return f"the backward kernel stops at head dim {MAX_HEAD_DIM}"
         return ""
 
 

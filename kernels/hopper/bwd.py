@@ -60,6 +60,31 @@ class Layout:
         return 64 * self.warpgroups
 
     @property
+    def key_tiles(self) -> int:
+        """Tiles of 64 keys in shared memory."""
+        return self.warpgroups
+
+    @property
+    def score_columns(self) -> int:
+        """Queries of a block whose scores a warpgroup computes."""
+        return self.tile_m
+
+    @property
+    def shared_tiles(self) -> int:
+        """Tiles of (64 keys, tile_m) through which warpgroups pass operands to each other."""
+        return self.ds_slots * self.warpgroups
+
+    @property
+    def column_parts(self) -> int:
+        """Into how many parts warpgroups may split columns whatever the swizzle is."""
+        return 1
+
+    @property
+    def ds_readers(self) -> int:
+        """Arrivals that hand a slot of shared tiles back; nobody waits for one here."""
+        return 1
+
+    @property
     def dq_by_rows(self) -> bool:
         """Whether warpgroups share dQ of a block by rows, else by columns."""
         return self.tile_m == 128
@@ -79,9 +104,12 @@ class Layout:
 
 
 class BackwardSm90:
+    layout = Layout
+    main = bwd_mainloop
+
     def __init__(self, problem: Problem, config: BwdConfig):
         self.problem = problem.static()
-        self.cfg = Layout(self.problem, config)
+        self.cfg = self.layout(self.problem, config)
         self.dtype = DTYPES[problem.dtype]
         dims = f"d{self.problem.head_dim}_dv{self.problem.head_dim_v}"
         mask = "causal" if problem.causal else "full"
@@ -124,7 +152,7 @@ class BackwardSm90:
         )
         x = Inputs(
             *self.operands(mQ, mK, mV, mdO, mdK, mdV),
-            tile_layout(self.dtype, (64, cfg.tile_m), cfg.ds_slots * cfg.warpgroups),
+            tile_layout(self.dtype, (64, cfg.tile_m), cfg.shared_tiles),
             lse,
             delta,
             dq,
@@ -156,15 +184,15 @@ class BackwardSm90:
         get, put = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         return (
             self.operand(get, mQ, (cfg.tile_m, d), cfg.stages),
-            self.operand(get, mK, (64, d), cfg.warpgroups),
-            self.operand(get, mV, (64, dv), cfg.warpgroups),
+            self.operand(get, mK, (64, d), cfg.key_tiles),
+            self.operand(get, mV, (64, dv), cfg.key_tiles),
             self.operand(get, mdO, (cfg.tile_m, dv), cfg.stages),
-            self.operand(put, mdK, (64, d), cfg.warpgroups),
-            self.operand(put, mdV, (64, dv), cfg.warpgroups),
+            self.operand(put, mdK, (64, d), cfg.key_tiles),
+            self.operand(put, mdV, (64, dv), cfg.key_tiles),
         )
 
     def operand(self, op, tensor, tile, stages) -> TmaOperand:
-        layout = tile_layout(self.dtype, tile, stages)
+        layout = tile_layout(self.dtype, tile, stages, columns=tile[1] // self.cfg.column_parts)
         one_tile = cute.select(layout, mode=[0, 1])
         atom, coords = cpasync.make_tiled_tma_atom(op, tensor, one_tile, tile)
         return TmaOperand(atom, coords, layout)
@@ -198,17 +226,14 @@ class BackwardSm90:
         tidx = cute.arch.thread_idx()[0] - 128
         wg = cute.arch.make_warp_uniform(tidx // 128)
         tidx = tidx - wg * 128
-        f = bwd_mainloop.make_fragments(self.cfg, mmas, smem, tidx, wg)
-        c = bwd_mainloop.Consumer(
+        f = self.main.make_fragments(self.cfg, mmas, smem, tidx, wg)
+        c = self.main.Consumer(
             self.cfg, self.problem, x, smem, mmas, f, pipes, shape, softmax_scale * LOG2_E
         )
-        consumer = pipeline.PipelineUserType.Consumer
-        q = pipeline.make_pipeline_state(consumer, self.cfg.stages)
-        do = pipeline.make_pipeline_state(consumer, self.cfg.stages)
-        once = pipeline.make_pipeline_state(consumer, 1)
+        once = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
         pipes.k.consumer_wait(once)
         pipes.v.consumer_wait(once)
-        c.tile(q, do, tile)
+        c.tile(tile)
         c.finish(tile, softmax_scale)
 
     def storage(self, x: Inputs):
@@ -247,7 +272,7 @@ class Pipelines:
     v: pipeline.PipelineTmaAsync
     q: pipeline.PipelineTmaAsync
     do: pipeline.PipelineTmaAsync
-    ds: pipeline.PipelineAsync  # only its full barriers
+    ds: pipeline.PipelineAsync  # one arrival of every thread that writes
 
 
 def make_pipelines(cfg: Layout, dtype, storage, x: Inputs) -> Pipelines:
@@ -270,15 +295,15 @@ def make_pipelines(cfg: Layout, dtype, storage, x: Inputs) -> Pipelines:
         return cute.size_in_bytes(dtype, cute.select(layout, mode=[0, 1]))
 
     pipes = Pipelines(
-        ring(storage.k_full, 1, cfg.warpgroups * size(x.k.layout)),
-        ring(storage.v_full, 1, cfg.warpgroups * size(x.v.layout)),
+        ring(storage.k_full, 1, cfg.key_tiles * size(x.k.layout)),
+        ring(storage.v_full, 1, cfg.key_tiles * size(x.v.layout)),
         ring(storage.q_full, cfg.stages, size(x.q.layout) + 4 * cfg.tile_m),
         ring(storage.do_full, cfg.stages, size(x.do.layout) + 4 * cfg.tile_m),
         pipeline.PipelineAsync.create(
             barrier_storage=storage.ds_full.data_ptr(),
             num_stages=cfg.ds_slots,
             producer_group=group(128 * cfg.warpgroups),
-            consumer_group=group(1),
+            consumer_group=group(cfg.ds_readers),
             defer_sync=True,
         ),
     )
@@ -305,9 +330,15 @@ def smem_tensors(cfg: Layout, storage, x: Inputs) -> Smem:
     )
 
 
+def kernel_of(problem: Problem, config: BwdConfig) -> BackwardSm90:
+    from cute_attn.kernels.hopper.bwd_wide import BackwardWideSm90  # which builds on this module
+
+    return (BackwardWideSm90 if config.wide(problem) else BackwardSm90)(problem, config)
+
+
 def compile_bwd(problem: Problem, config: BwdConfig, options: str = ""):
     """Compile for the target in CUTE_DSL_ARCH; needs no GPU and no torch."""
-    kernel = BackwardSm90(problem, config)
+    kernel = kernel_of(problem, config)
     b, sq, sk, hq, hk, d, dv, rows, blocks = (cute.sym_int32() for _ in range(9))
 
     def tensor(s, h, width):

@@ -37,10 +37,10 @@ def _keys(op: TmaOperand, sX: cute.Tensor, cfg, width: cutlass.Constexpr, tile: 
     s, g = _partition(op, sX, (64, width), tile.kv_head, tile.batch)
     state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, 1)
     ring.producer_acquire(state)
-    for w in cutlass.range_constexpr(cfg.warpgroups):
+    for w in cutlass.range_constexpr(cfg.key_tiles):
         cute.copy(
             op.atom,
-            g[None, tile.n_block * cfg.warpgroups + w],
+            g[None, tile.n_block * cfg.key_tiles + w],
             s[None, w],
             tma_bar_ptr=ring.producer_get_barrier(state),
         )

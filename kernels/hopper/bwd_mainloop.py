@@ -22,6 +22,7 @@ from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 from cute_attn.kernels.common.layout import acc_as_operand_a, acc_as_rows
 from cute_attn.kernels.hopper.bwd_operands import Inputs, Mmas, Shape, Smem, Tile
 from cute_attn.kernels.hopper.gemm import STEP, gemm
+from cute_attn.kernels.hopper.operands import TmaOperand
 
 KEYS_BARRIER = 1  # both warpgroups have read K for the last time
 OUTPUT_BARRIER = 2  # + warpgroup
@@ -110,8 +111,11 @@ class Consumer:
 
     @cute.jit
     def scores(self) -> cute.Tensor:
-        shape = self.mmas.scores.partition_shape_C((64, self.cfg.tile_m))
+        shape = self.mmas.scores.partition_shape_C((64, self.cfg.score_columns))
         return cute.make_rmem_tensor(shape, Float32)
+
+    def first_key(self, tile: Tile):
+        return tile.n_block * self.cfg.tile_n + self.f.wg * 64
 
     @cute.jit
     def mask(self, acc_P: cute.Tensor, tile: Tile, m: Int32):
@@ -119,7 +123,7 @@ class Consumer:
         the scale, and whatever weight the score would have had."""
         P, C = acc_as_rows(acc_P), acc_as_rows(self.f.cS)
         for r in cutlass.range_constexpr(2):
-            key = tile.n_block * self.cfg.tile_n + self.f.wg * 64 + C[r, 0][0]
+            key = self.first_key(tile) + C[r, 0][0]
             first = Int32(0)  # query that sees the key
             if const_expr(self.problem.causal):
                 first = key - (self.shape.seqlen_k - self.shape.seqlen_q)
@@ -142,7 +146,7 @@ class Consumer:
     def weigh(self, acc_S: cute.Tensor, slot: Int32):
         """P = exp(S - LSE)."""
         S = acc_as_rows(acc_S)
-        lse = columns(self.smem.lse[None, slot], self.f.cS, self.cfg.tile_m)
+        lse = columns(self.smem.lse[None, slot], self.f.cS, self.cfg.score_columns)
         for r in cutlass.range_constexpr(2):
             for c in cutlass.range_constexpr(cute.size(S, mode=[1])):
                 S[r, c] = cute.math.exp2(S[r, c] * self.scale_log2 - lse[c], fastmath=True)
@@ -151,7 +155,7 @@ class Consumer:
     def differentiate(self, acc_P: cute.Tensor, acc_dP: cute.Tensor, slot: Int32):
         """dS = P * (dP - delta), in dP's place."""
         P, dP = acc_as_rows(acc_P), acc_as_rows(acc_dP)
-        delta = columns(self.smem.delta[None, slot], self.f.cS, self.cfg.tile_m)
+        delta = columns(self.smem.delta[None, slot], self.f.cS, self.cfg.score_columns)
         for r in cutlass.range_constexpr(2):
             for c in cutlass.range_constexpr(cute.size(P, mode=[1])):
                 dP[r, c] = P[r, c] * (dP[r, c] - delta[c])
@@ -159,12 +163,8 @@ class Consumer:
     @cute.jit
     def share_ds(self, rdS: cute.Tensor, written):
         """dS of 64 keys to shared memory, for both warpgroups."""
-        atom = cute.make_copy_atom(
-            warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), rdS.element_type
-        )
-        copy = cute.make_tiled_copy_C(atom, self.mmas.scores).get_slice(self.f.tidx)
         slot = written.index * self.cfg.warpgroups + self.f.wg
-        cute.copy(atom, copy.retile(rdS), copy.partition_D(self.smem.ds)[None, None, None, slot])
+        self.put(rdS, self.mmas.scores, self.smem.ds[None, None, slot])
         self.hand_over(written.index)
 
     @cute.jit
@@ -260,13 +260,15 @@ class Consumer:
         return q, do
 
     @cute.jit
-    def tile(self, q, do, tile: Tile):
+    def tile(self, tile: Tile):
         """dQ lags a block behind, so that the warpgroups need not wait for each other's dS and one
         computes weights while the other's products run."""
         f, cfg, shape = self.f, self.cfg, self.shape
         f.acc_dK.fill(0.0)
         f.acc_dV.fill(0.0)
-        read = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, cfg.ds_slots)
+        consumer = pipeline.PipelineUserType.Consumer
+        q, do = [pipeline.make_pipeline_state(consumer, cfg.stages) for _ in range(2)]
+        read = pipeline.make_pipeline_state(consumer, cfg.ds_slots)
         written = pipeline.PipelineState(cfg.ds_slots, Int32(0), Int32(1), Int32(0))
         self.no_ds(0)
         head, m = tile.kv_head * shape.q_per_kv, tile.m_begin
@@ -290,41 +292,42 @@ class Consumer:
         self.add_dq(acc_dQ, head_before, tile.batch, m_before)
 
     @cute.jit
-    def store(self, acc: cute.Tensor, mma, sX: cute.Tensor, scale: Float32):
-        """An accumulator in 16 bits to this warpgroup's rows of K or V in shared memory."""
-        acc.store(acc.load() * scale)
-        rX = cute.make_rmem_tensor_like(acc, sX.element_type)
-        rX.store(acc.load().to(sX.element_type))
+    def put(self, rX: cute.Tensor, mma, sX: cute.Tensor):
+        """What lies in 16 bits in an accumulator's registers, to shared memory."""
         atom = cute.make_copy_atom(
             warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), sX.element_type
         )
         copy = cute.make_tiled_copy_C(atom, mma).get_slice(self.f.tidx)
-        cute.copy(atom, copy.retile(rX), copy.partition_D(sX)[None, None, None, self.f.wg])
+        cute.copy(atom, copy.retile(rX), copy.partition_D(sX))
+
+    @cute.jit
+    def store(self, acc: cute.Tensor, mma, sX: cute.Tensor, scale: Float32):
+        """An accumulator in 16 bits to where K or V were in shared memory."""
+        acc.store(acc.load() * scale)
+        self.put(rounded(acc, sX.element_type), mma, sX)
+
+    @cute.jit
+    def send(self, op: TmaOperand, sX: cute.Tensor, width: cutlass.Constexpr, slot, tile: Tile):
+        """A tile of 64 keys of dK or dV on its way to global memory, by one warp."""
+        gX = cute.local_tile(
+            op.tensor[None, None, tile.kv_head, tile.batch], (64, width), (None, 0)
+        )
+        s, g = cpasync.tma_partition(
+            op.atom, 0, cute.make_layout(1), cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2)
+        )
+        cute.copy(op.atom, s[None, slot], g[None, tile.n_block * self.cfg.key_tiles + slot])
 
     @cute.jit
     def finish(self, tile: Tile, scale: Float32):
         """dK and dV leave where K and V were."""
         cfg, wg = self.cfg, self.f.wg
         cute.arch.barrier(barrier_id=KEYS_BARRIER, number_of_threads=128 * cfg.warpgroups)
-        self.store(self.f.acc_dK, self.mmas.dk, self.smem.k, scale)
-        self.store(self.f.acc_dV, self.mmas.dv, self.smem.v, Float32(1.0))
+        self.store(self.f.acc_dK, self.mmas.dk, self.smem.k[None, None, wg], scale)
+        self.store(self.f.acc_dV, self.mmas.dv, self.smem.v[None, None, wg], Float32(1.0))
         cute.arch.fence_view_async_shared()
         cute.arch.barrier(barrier_id=OUTPUT_BARRIER + wg, number_of_threads=128)
         if self.f.tidx < 32:
-            for op, sX, width in (
-                (self.x.dk, self.smem.k, cfg.width),
-                (self.x.dv, self.smem.v, cfg.width_v),
-            ):
-                gX = cute.local_tile(
-                    op.tensor[None, None, tile.kv_head, tile.batch], (64, width), (None, 0)
-                )
-                s, g = cpasync.tma_partition(
-                    op.atom,
-                    0,
-                    cute.make_layout(1),
-                    cute.group_modes(sX, 0, 2),
-                    cute.group_modes(gX, 0, 2),
-                )
-                cute.copy(op.atom, s[None, wg], g[None, tile.n_block * cfg.warpgroups + wg])
+            self.send(self.x.dk, self.smem.k, cfg.width, wg, tile)
+            self.send(self.x.dv, self.smem.v, cfg.width_v, wg, tile)
             cute.arch.cp_async_bulk_commit_group()
             cute.arch.cp_async_bulk_wait_group(0, read=False)

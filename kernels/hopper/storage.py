@@ -12,10 +12,10 @@ from cutlass.tensor_utils import LayoutEnum
 from cute_attn.kernels.hopper.operands import Inputs, Smem
 
 
-def tile_layout(dtype, shape, stages, stage_elements=0):
-    """Row-major tile in the widest swizzle that divides its row, with a stage mode whose stride
-    is at least stage_elements."""
-    kind = hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, dtype, shape[1])
+def tile_layout(dtype, shape, stages, stage_elements=0, columns=0):
+    """Row-major tile in the widest swizzle that divides its row, or so many columns of it, with a
+    stage mode whose stride is at least stage_elements."""
+    kind = hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, dtype, columns or shape[1])
     atom = warpgroup.make_smem_layout_atom(kind, dtype)
     layout = cute.tile_to_shape(atom, (*shape, stages), order=(0, 1, 2))
     if stage_elements <= shape[0] * shape[1]:
