@@ -61,7 +61,7 @@ def attention(
             launch._refuse_tangents(q, k, v)
     if _device_type(q) == "cuda":
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-            backward.refuse(q, v, deterministic)
+            backward.refuse(deterministic)
     elif _device_type(q) != "cpu":  # on the meta device the fake implementation would answer
         launch.choose_arch(q.device, None)
     out, lse = torch.ops.cute_attn.fwd(q, k, v, softmax_scale, causal, deterministic)

@@ -12,8 +12,6 @@ from cute_attn import compile as jit
 from cute_attn import launch
 from cute_attn.config import BwdConfig
 
-MAX_HEAD_DIM = 128  # of the backward kernel
-
 
 def backward(
     dout: Tensor,
@@ -43,7 +41,7 @@ def backward(
         dq, dk, dv = (t.new_zeros(t.shape) for t in (q, k, v))
         return dq, dk, dv
     if plan.arch != "cpu":
-        refuse(q, v, deterministic)
+        refuse(deterministic)
         given = plan.scale if scale is None else scale
         given = 0.0 if abs(given) < launch.MIN_SCALE else given
         with torch.cuda.device(plan.device):
@@ -57,15 +55,8 @@ def backward(
     )
 
 
-def refuse(q: Tensor, v: Tensor, deterministic: bool) -> None:
+def refuse(deterministic: bool) -> None:
     """What the kernel does not do yet, before a launch, and before a forward that would need it."""
-    for name, t in (("q", q), ("v", v)):
-        if t.shape[-1] > MAX_HEAD_DIM:
-            raise NotImplementedError(
-                f"{name}.shape is {tuple(t.shape)}: the backward for head dims above "
-                f"{MAX_HEAD_DIM} is not built yet on CUDA tensors; call under torch.no_grad() "
-                "if no gradients are wanted"
-            )
     if deterministic:
         raise NotImplementedError(
             "deterministic is True: it is not built yet on CUDA tensors, where dq is added up in "

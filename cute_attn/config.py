@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, fields
 
-from cute_attn.problem import MAX_HEAD_DIM, Problem, round_up
+from cute_attn.problem import Problem, round_up
 
 SMEM_LIMIT = 232_448  # bytes of dynamic shared memory one CTA may have on sm_90
 BARRIER_BYTES = 1024  # what the mbarriers and tickets may take, alignment included
@@ -130,7 +130,7 @@ class BwdConfig:
 
     stages: int = 2  # depth of the Q and dO rings
     ds_slots: int = 4  # a warpgroup may write two blocks past the one that the other still reads
-    warpgroups: int = 2  # of 64 keys each
+    warpgroups: int = 2  # of 64 keys each; above 128 columns, of half the columns of 64 keys
 
     def wide(self, problem: Problem) -> bool:
         """Whether the kernel for head dims above 128 is wanted."""
@@ -147,10 +147,20 @@ class BwdConfig:
         """Queries of a block: S and dP take the registers that dK and dV leave."""
         return 128 if self.width(problem) == self.width_v(problem) == 64 else 64
 
+    def smem_bytes(self, problem: Problem, itemsize: int = 2) -> int:
+        rows, wide = self.tile_m(problem), self.wide(problem)
+        keys = 64 if wide else 64 * self.warpgroups
+        shared = 2 * self.stages if wide else self.ds_slots * self.warpgroups  # P and dS, or dS
+        columns = self.width(problem) + self.width_v(problem)
+        tiles = (keys + self.stages * rows) * columns + shared * 64 * rows
+        statistics = 2 * self.stages * rows * 4
+        return tiles * itemsize + statistics + BARRIER_BYTES
+
     def infeasible(self, problem: Problem) -> str:
-        """Why this config cannot serve the problem; '' if it can."""
-        if max(problem.head_dim, problem.head_dim_v) > MAX_HEAD_DIM:
-            return f"the backward kernel stops at head dim {MAX_HEAD_DIM}"
+        """Why this config cannot serve the problem, naming the limit; '' if it can."""
+        smem = self.smem_bytes(problem)
+        if smem > SMEM_LIMIT:
+            return f"shared memory {smem} bytes > {SMEM_LIMIT}"
         return ""
 
 

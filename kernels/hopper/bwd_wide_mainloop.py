@@ -176,6 +176,7 @@ class Consumer(bwd_mainloop.Consumer):
         f, cfg, shape = self.f, self.cfg, self.shape
         f.acc_dK.fill(0.0)
         f.acc_dV.fill(0.0)
+        f.acc_dQ.fill(0.0)
         now = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, cfg.stages)
         ahead = now.clone()
         ahead.advance()
@@ -183,28 +184,35 @@ class Consumer(bwd_mainloop.Consumer):
         self.pipes.ds.consumer_wait(now)
         self.issue_dk(now)
         head, m = tile.kv_head * shape.q_per_kv, tile.m_begin
-        for _ in cutlass.range(shape.q_per_kv * (shape.m_blocks - m) - 1, unroll=1):
+        head_before, m_before = head, m
+        blocks = shape.q_per_kv * (shape.m_blocks - tile.m_begin)
+        for i in cutlass.range(blocks - 1, unroll=1):
             next_head, next_m = self.following(tile, head, m)
-            self.step(now, ahead, tile, next_m)
-            self.pipes.ds.consumer_wait(ahead)
-            self.issue_dk(ahead)
-            warpgroup.wait_group(1)  # dQ; of all accumulators only dK's may be ahead of the loop
-            self.has_read(now.index)
-            self.add_dq(f.acc_dQ, head, tile.batch, m)
+            acc_S = self.scores()
+            self.issue_scores(acc_S, ahead)
+            self.add_before(i, tile, head_before, m_before)
+            self.step(acc_S, now, ahead, tile, next_m)
+            head_before, m_before = head, m
             head, m = next_head, next_m
             now.advance()
             ahead.advance()
         self.issue_dv(now)
+        self.add_before(blocks - 1, tile, head_before, m_before)
         self.issue_dq(now)
         warpgroup.wait_group(0)
         self.add_dq(f.acc_dQ, head, tile.batch, m)
 
     @cute.jit
-    def step(self, now, ahead, tile: Tile, m: Int32):
-        """P and dS of block `ahead`, which is m; dV and dQ of block `now`, whose dK is on its
-        way."""
-        acc_S, acc_dP = self.scores(), self.scores()
-        self.issue_scores(acc_S, ahead)
+    def add_before(self, i: Int32, tile: Tile, head: Int32, m: Int32):
+        """dQ of the block before, if there was one."""
+        if i > 0:
+            self.add_dq(self.f.acc_dQ, head, tile.batch, m)
+
+    @cute.jit
+    def step(self, acc_S: cute.Tensor, now, ahead, tile: Tile, m: Int32):
+        """P and dS of block `ahead`, which is m, and its dK on the way; dV and dQ of block `now`,
+        whose dK is on its way."""
+        acc_dP = self.scores()
         self.issue_dp(acc_dP, ahead)
         self.issue_dv(now)
         warpgroup.wait_group(2)  # dK and S
@@ -215,6 +223,12 @@ class Consumer(bwd_mainloop.Consumer):
         self.issue_dq(now)
         warpgroup.wait_group(1)  # dV
         self.pipes.do.consumer_release(now)
+        self.pipes.ds.consumer_wait(ahead)
+        self.issue_dk(ahead)
+        # Only an accumulator that the loop does not read may be ahead of its next turn: of others
+        # the assembler does not see that they are waited for, and takes products one at a time.
+        warpgroup.wait_group(1)  # dQ
+        self.has_read(now.index)
 
     @cute.jit
     def finish(self, tile: Tile, scale: Float32):
