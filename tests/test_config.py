@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from cute_attn import tuning
-from cute_attn.config import SMEM_LIMIT, FwdConfig
+from cute_attn.config import SMEM_LIMIT, BwdConfig, FwdConfig
 from cute_attn.problem import Problem
 
 
@@ -52,6 +52,17 @@ def test_limits():
     assert str(SMEM_LIMIT) in FwdConfig(128, 128).infeasible(wide)
     assert "registers" in FwdConfig(192, 64, 1, q_slots=3).infeasible(wide)
     assert FwdConfig(128, 64, q_slots=3).infeasible(wide) == ""
+
+
+def test_tiles_of_the_backward():
+    """Above 128 columns a multiple of 64; a deeper ring where it fits."""
+    problems = [Problem("bf16", *dims) for dims in ((40, 72), (136, 40), (192, 128), (256, 256))]
+    config, deep = BwdConfig(), BwdConfig(stages=3)
+    assert [config.width(p) for p in problems] == [64, 192, 192, 256]
+    assert [config.width_v(p) for p in problems] == [128, 64, 128, 256]
+    assert [config.wide(p) for p in problems] == [False, True, True, True]
+    assert not any(map(config.infeasible, problems))
+    assert deep.infeasible(problems[2]) == "" and str(SMEM_LIMIT) in deep.infeasible(problems[3])
 
 
 def test_parts_of_the_keys():
