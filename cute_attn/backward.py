@@ -12,6 +12,8 @@ from cute_attn import compile as jit
 from cute_attn import launch
 from cute_attn.config import BwdConfig
 
+TINY_SCALE = 2.0**-64  # stands for 0 in P = exp(scale * (Q K^T - LSE / scale))
+
 
 def backward(
     dout: Tensor,
@@ -92,9 +94,10 @@ def _launch(
     batch, heads, seqlen_q = plan.lse_shape
     rows = config.tile_m(problem)
     blocks = -(-seqlen_q // rows)
-    stats = lse.new_empty(2, batch, heads, blocks * rows)
+    stats = lse.new_empty(2, batch, heads, blocks * max(rows, 128))  # up to two floats a row
     parts = lse.new_empty(batch, heads, blocks, rows * config.width(problem))
-    kernel(q, k, v, out, dout, lse, dlse, dq, dk, dv, stats, parts, scale)
+    score_scale = scale if abs(scale) > TINY_SCALE else TINY_SCALE
+    kernel(q, k, v, out, dout, lse, dlse, dq, dk, dv, stats, parts, scale, score_scale)
     return dq, dk, dv
 
 

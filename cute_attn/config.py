@@ -153,7 +153,7 @@ class BwdConfig:
         shared = 2 * self.stages if wide else self.ds_slots * self.warpgroups  # P and dS, or dS
         columns = self.width(problem) + self.width_v(problem)
         tiles = (keys + self.stages * rows) * columns + shared * 64 * rows
-        statistics = 2 * self.stages * rows * 4
+        statistics = 2 * self.stages * (rows if wide else 128) * 4
         return tiles * itemsize + statistics + BARRIER_BYTES
 
     def infeasible(self, problem: Problem) -> str:

@@ -22,6 +22,7 @@ from cute_attn.kernels.hopper.storage import tile_layout
 from cute_attn.problem import Problem
 
 REGISTERS = 240, 24  # consumer, producer
+L2_KB = 32 * 1024  # of the heads whose tiles follow each other
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,16 @@ class Layout:
         return self.tile_m == 64
 
     @property
+    def copies(self) -> int:
+        """Of the statistics of a row, in shared memory: two spare moves, where there is room."""
+        return 2 if self.tile_m == 64 else 1
+
+    @property
+    def statistics(self) -> int:
+        """Floats of one statistic of a block's rows."""
+        return self.copies * self.tile_m
+
+    @property
     def dq_width(self) -> int:
         return self.width if self.dq_by_rows else self.width // 2
 
@@ -131,12 +142,14 @@ class BackwardSm90:
         stats: cute.Tensor,
         partial_dq: cute.Tensor,
         softmax_scale: Float32,
+        score_scale: Float32,
         stream: cuda.CUstream,
     ):
         """mQ, mdQ (batch, seqlen_q, heads_q, head_dim), mO, mdO (batch, seqlen_q, heads_q,
         head_dim_v), mK, mdK, mV, mdV likewise with seqlen_k and heads_kv; mLSE, mdLSE (batch,
         heads_q, seqlen_q). stats (2, batch, heads_q, rows) and partial_dq (batch, heads_q, blocks,
-        tile_m * width) are fp32 scratch, rows = blocks * tile_m."""
+        tile_m * width) are fp32 scratch, rows = blocks *
+        statistics. score_scale is softmax_scale, or some tiny scale where that is 0."""
         cfg = self.cfg
         mQ, mK, mV, mO, mdO, mdQ, mdK, mdV = [
             reordered(t, ROWS) for t in (mQ, mK, mV, mO, mdO, mdQ, mdK, mdV)
@@ -145,9 +158,9 @@ class BackwardSm90:
         lse, delta = [reordered(stats[i, None, None, None], LSE) for i in range(2)]
         dq = reordered(partial_dq, [3, 2, 1, 0])
         mmas = self.mmas()
-        shape = Shape(mQ.shape[0], mK.shape[0], mQ.shape[2] // mK.shape[2], dq.shape[1])
+        shape = self.shape(mQ, mK, dq.shape[1])
         per_block = (shape.m_blocks, mQ.shape[2], mQ.shape[3])
-        bwd_rows.row_statistics(cfg, mO, mdO, mLSE, mdLSE, lse, delta, dq).launch(
+        bwd_rows.row_statistics(cfg, mO, mdO, mLSE, mdLSE, lse, delta, dq, score_scale).launch(
             grid=per_block, block=(32 * bwd_rows.WARPS, 1, 1), stream=stream
         )
         x = Inputs(
@@ -157,9 +170,9 @@ class BackwardSm90:
             delta,
             dq,
         )
-        n_blocks = cute.ceil_div(mK.shape[0], cfg.tile_n)
-        self.kernel(x, mmas, shape, softmax_scale).launch(
-            grid=(n_blocks, mK.shape[2], mK.shape[3]),
+        grid = (cute.ceil_div(mK.shape[0], cfg.tile_n) * mK.shape[2] * mK.shape[3], 1, 1)
+        self.kernel(x, mmas, shape, softmax_scale, score_scale * LOG2_E).launch(
+            grid=grid,
             block=(cfg.threads, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
@@ -167,6 +180,19 @@ class BackwardSm90:
         bwd_rows.finish_dq(cfg, mmas.dq, dq, mdQ, softmax_scale).launch(
             grid=per_block, block=(128 * cfg.warpgroups, 1, 1), stream=stream
         )
+
+    @cute.jit
+    def shape(self, mQ, mK, m_blocks) -> Shape:
+        cfg, problem = self.cfg, self.problem
+        heads, q_per_kv = mK.shape[2] * mK.shape[3], mQ.shape[2] // mK.shape[2]
+        n_blocks = cute.ceil_div(mK.shape[0], cfg.tile_n)
+        row = 2 * (problem.head_dim + problem.head_dim_v)  # bytes
+        m_kb = cfg.tile_m * (row + 4 * cfg.width) // 1024
+        n_kb = cfg.tile_n * 2 * row // 1024
+        together = L2_KB // (q_per_kv * m_blocks * m_kb + n_blocks * n_kb)
+        together = cutlass.max(cutlass.min(together, heads), 1)
+        extents = mQ.shape[0], mK.shape[0], q_per_kv, m_blocks, n_blocks
+        return Shape(*extents, mK.shape[2], heads, together)
 
     def mmas(self) -> Mmas:
         cfg, dtype = self.cfg, self.dtype
@@ -198,7 +224,7 @@ class BackwardSm90:
         return TmaOperand(atom, coords, layout)
 
     @cute.kernel
-    def kernel(self, x: Inputs, mmas: Mmas, shape: Shape, softmax_scale: Float32):
+    def kernel(self, x: Inputs, mmas: Mmas, shape: Shape, softmax_scale, scale_log2: Float32):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         shared = cutlass.memory.SmemAllocator().allocate(self.storage(x))
         smem = smem_tensors(self.cfg, shared, x)
@@ -210,26 +236,33 @@ class BackwardSm90:
                 bwd_load.load(self.cfg, x, smem, pipes, shape, tile)
         else:
             cute.arch.setmaxregister_increase(REGISTERS[0])
-            self.consume(x, mmas, smem, pipes, shape, tile, softmax_scale)
+            self.consume(x, mmas, smem, pipes, shape, tile, softmax_scale, scale_log2)
 
     @cute.jit
-    def tile(self, shape: Shape) -> Tile:
-        n_block, head, batch = cute.arch.block_idx()
+    def tile(self, shape: Shape):
+        """As many heads at a time as the L2 cache holds; of them the blocks of keys that most
+        queries see come first, so that the short ones fill the gaps at the end."""
+        index, _, _ = cute.arch.block_idx()
+        group = index // (shape.together * shape.n_blocks)
+        index = index - group * shape.together * shape.n_blocks
+        first = group * shape.together
+        heads = cutlass.min(shape.together, shape.heads - first)
+        n_block = index // heads
+        head = first + index - n_block * heads
+        batch = head // shape.heads_kv
         begin = Int32(0)
         if const_expr(self.problem.causal):
-            first = n_block * self.cfg.tile_n - (shape.seqlen_k - shape.seqlen_q)
-            begin = cutlass.max(first, 0) // self.cfg.tile_m
-        return Tile(n_block, head, batch, begin)
+            first_query = n_block * self.cfg.tile_n - (shape.seqlen_k - shape.seqlen_q)
+            begin = cutlass.max(first_query, 0) // self.cfg.tile_m
+        return Tile(n_block, head - batch * shape.heads_kv, batch, begin)
 
     @cute.jit
-    def consume(self, x, mmas, smem, pipes, shape, tile, softmax_scale):
+    def consume(self, x, mmas, smem, pipes, shape, tile, softmax_scale, scale_log2):
         tidx = cute.arch.thread_idx()[0] - 128
         wg = cute.arch.make_warp_uniform(tidx // 128)
         tidx = tidx - wg * 128
         f = self.main.make_fragments(self.cfg, mmas, smem, tidx, wg)
-        c = self.main.Consumer(
-            self.cfg, self.problem, x, smem, mmas, f, pipes, shape, softmax_scale * LOG2_E
-        )
+        c = self.main.Consumer(self.cfg, self.problem, x, smem, mmas, f, pipes, shape, scale_log2)
         once = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
         pipes.k.consumer_wait(once)
         pipes.v.consumer_wait(once)
@@ -246,7 +279,9 @@ class BackwardSm90:
             return cute.struct.MemRange[cutlass.Int64, 2 * stages]
 
         def rows():
-            return cute.struct.Align[cute.struct.MemRange[Float32, cfg.tile_m * cfg.stages], 128]
+            return cute.struct.Align[
+                cute.struct.MemRange[Float32, cfg.statistics * cfg.stages], 128
+            ]
 
         @cute.struct
         class Storage:
@@ -297,8 +332,8 @@ def make_pipelines(cfg: Layout, dtype, storage, x: Inputs) -> Pipelines:
     pipes = Pipelines(
         ring(storage.k_full, 1, cfg.key_tiles * size(x.k.layout)),
         ring(storage.v_full, 1, cfg.key_tiles * size(x.v.layout)),
-        ring(storage.q_full, cfg.stages, size(x.q.layout) + 4 * cfg.tile_m),
-        ring(storage.do_full, cfg.stages, size(x.do.layout) + 4 * cfg.tile_m),
+        ring(storage.q_full, cfg.stages, size(x.q.layout) + 4 * cfg.statistics),
+        ring(storage.do_full, cfg.stages, size(x.do.layout) + 4 * cfg.statistics),
         pipeline.PipelineAsync.create(
             barrier_storage=storage.ds_full.data_ptr(),
             num_stages=cfg.ds_slots,
@@ -317,7 +352,7 @@ def smem_tensors(cfg: Layout, storage, x: Inputs) -> Smem:
         return field.get_tensor(layout.outer, swizzle=layout.inner)
 
     def rows(field):
-        return field.get_tensor(cute.make_layout((cfg.tile_m, cfg.stages)))
+        return field.get_tensor(cute.make_layout((cfg.statistics, cfg.stages)))
 
     return Smem(
         view(storage.q, x.q.layout),
@@ -364,6 +399,6 @@ def compile_bwd(problem: Problem, config: BwdConfig, options: str = ""):
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
     return cute.compile(
         kernel, q, k, v, o, do, of_rows(), of_rows(), dq, dk, dvalue, scratch(2, b, hq, rows),
-        scratch(b, hq, blocks, block), Float32(1.0), stream,
+        scratch(b, hq, blocks, block), Float32(1.0), Float32(1.0), stream,
         options=f"--enable-tvm-ffi {options}",
     )  # fmt: skip

@@ -25,7 +25,7 @@ def _issue(cfg, op: TmaOperand, src, dst, rows, to_rows, m, ring, state):
     barrier = ring.producer_get_barrier(state)
     cute.copy(op.atom, src[None, m], dst[None, state.index], tma_bar_ptr=barrier)
     bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), rows.element_type)
-    part = cute.local_tile(rows, (cfg.tile_m,), (m,))
+    part = cute.local_tile(rows, (cfg.statistics,), (m,))
     with cute.arch.elect_one():
         cute.copy(bulk, part, to_rows[None, state.index], mbar_ptr=barrier)
     state.advance()

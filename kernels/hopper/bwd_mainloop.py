@@ -77,17 +77,34 @@ def make_fragments(cfg, mmas: Mmas, smem: Smem, tidx, wg) -> Fragments:
 
 
 @cute.jit
-def columns(row: cute.Tensor, coords: cute.Tensor, n: cutlass.Constexpr[int]):
-    """Of n values in shared memory, one per query, those of this thread's columns, in order."""
-    first = row.iterator + acc_as_rows(coords)[0, 0][1]
+def columns(row: cute.Tensor, cfg, coords: cute.Tensor, n: cutlass.Constexpr[int]):
+    """Of a statistic in shared memory, the values of this thread's n / 4 queries, in order."""
+    first = row.iterator + cfg.copies * acc_as_rows(coords)[0, 0][1]
     pairs = cute.make_tensor(
         cute.make_ptr(Float32, first.toint(), cute.AddressSpace.smem, assumed_align=8),
-        cute.make_layout((2, n // 8), stride=(1, 8)),
+        cute.make_layout((2, n // 8), stride=(1, 8 * cfg.copies)),
     )
     mine = cute.make_rmem_tensor(cute.make_layout((2, n // 8)), Float32)
     for i in cutlass.range_constexpr(n // 8):
         cute.autovec_copy(pairs[None, i], mine[None, i])
     return mine
+
+
+@cute.jit
+def begin(acc: cute.Tensor, row: cute.Tensor, cfg, coords: cute.Tensor):
+    """An accumulator of 64 keys x tile_m queries starts from a statistic of each query."""
+    n = cfg.tile_m // 8
+    if const_expr(cfg.copies == 2):
+        first = row.iterator + 2 * acc_as_rows(coords)[0, 0][1]
+        fours = cute.make_tensor(
+            cute.make_ptr(Float32, first.toint(), cute.AddressSpace.smem, assumed_align=16),
+            cute.make_layout((4, n), stride=(1, 16)),
+        )
+        cute.autovec_copy(fours, cute.make_tensor(acc.iterator, cute.make_layout((4, n))))
+    else:
+        mine = columns(row, cfg, coords, cfg.tile_m)
+        for i in cutlass.range_constexpr(4 * n):  # (neighbour, key, group)
+            acc[i] = mine[i // 4 * 2 + i % 2]
 
 
 @cute.jit
@@ -143,22 +160,21 @@ class Consumer:
         return partly
 
     @cute.jit
-    def weigh(self, acc_S: cute.Tensor, slot: Int32):
-        """P = exp(S - LSE)."""
-        S = acc_as_rows(acc_S)
-        lse = columns(self.smem.lse[None, slot], self.f.cS, self.cfg.score_columns)
-        for r in cutlass.range_constexpr(2):
-            for c in cutlass.range_constexpr(cute.size(S, mode=[1])):
-                S[r, c] = cute.math.exp2(S[r, c] * self.scale_log2 - lse[c], fastmath=True)
+    def weigh(self, acc_S: cute.Tensor):
+        """P = exp(S - LSE); the accumulator holds S - LSE / softmax_scale."""
+        for i in cutlass.range_constexpr(cute.size(acc_S)):
+            acc_S[i] = cute.math.exp2(acc_S[i] * self.scale_log2, fastmath=True)
 
     @cute.jit
-    def differentiate(self, acc_P: cute.Tensor, acc_dP: cute.Tensor, slot: Int32):
+    def columns_of(self, rows: cute.Tensor, slot: Int32):
+        """A statistic of this thread's queries."""
+        return columns(rows[None, slot], self.cfg, self.f.cS, self.cfg.score_columns)
+
+    @cute.jit
+    def differentiate(self, acc_P: cute.Tensor, acc_dP: cute.Tensor, delta: cute.Tensor):
         """dS = P * (dP - delta), in dP's place."""
-        P, dP = acc_as_rows(acc_P), acc_as_rows(acc_dP)
-        delta = columns(self.smem.delta[None, slot], self.f.cS, self.cfg.score_columns)
-        for r in cutlass.range_constexpr(2):
-            for c in cutlass.range_constexpr(cute.size(P, mode=[1])):
-                dP[r, c] = P[r, c] * (dP[r, c] - delta[c])
+        for i in cutlass.range_constexpr(cute.size(acc_P)):
+            acc_dP[i] = acc_P[i] * (acc_dP[i] + delta[i // 4 * 2 + i % 2])
 
     @cute.jit
     def share_ds(self, rdS: cute.Tensor, written):
@@ -176,8 +192,14 @@ class Consumer:
     def no_ds(self, slot: cutlass.Constexpr[int]):
         """dS of a block before the first one: dQ gains nothing."""
         mine = self.smem.ds[None, None, slot * self.cfg.warpgroups + self.f.wg]
-        for i in cutlass.range_constexpr(cute.size(mine) // 128):
-            mine[i * 128 + self.f.tidx] = mine.element_type(0.0)
+        n = cute.size(mine) // (8 * 128)
+        vectors = cute.make_tensor(  # zeros are zeros in any order
+            mine.iterator + 8 * self.f.tidx, cute.make_layout((8, n), stride=(1, 8 * 128))
+        )
+        zeros = cute.make_rmem_tensor(8, vectors.element_type)
+        zeros.fill(0.0)
+        for i in cutlass.range_constexpr(n):
+            cute.autovec_copy(zeros, vectors[None, i])
         self.hand_over(slot)
 
     @cute.jit
@@ -207,38 +229,46 @@ class Consumer:
             )
 
     @cute.jit
-    def issue_scores(self, acc_S: cute.Tensor, q):
-        self.pipes.q.consumer_wait(q)
-        Q = self.f.rQ[None, None, None, q.index]
-        gemm(self.mmas.scores, acc_S, self.f.rK, Q, self.cfg.width // STEP, zero=True)
+    def begin_scores(self, acc_S: cute.Tensor, at):
+        begin(acc_S, self.smem.lse[None, at.index], self.cfg, self.f.cS)
 
     @cute.jit
-    def issue_dp(self, acc_dP: cute.Tensor, do):
-        self.pipes.do.consumer_wait(do)
-        dO = self.f.rdO[None, None, None, do.index]
+    def issue_scores(self, acc_S: cute.Tensor, at):
+        Q = self.f.rQ[None, None, None, at.index]
+        gemm(self.mmas.scores, acc_S, self.f.rK, Q, self.cfg.width // STEP, zero=False)
+
+    @cute.jit
+    def issue_dp(self, acc_dP: cute.Tensor, at):
+        self.pipes.do.consumer_wait(at)
+        dO = self.f.rdO[None, None, None, at.index]
         gemm(self.mmas.scores, acc_dP, self.f.rV, dO, self.cfg.width_v // STEP, zero=True)
 
     @cute.jit
-    def gradients(self, q, do, written, tile: Tile, m: Int32):
-        """P and dS of a block; their products with dO and Q are issued, and dS is handed over for
-        dQ."""
-        acc_S, acc_dP = self.scores(), self.scores()
-        self.issue_scores(acc_S, q)
-        self.issue_dp(acc_dP, do)
+    def gradients(self, acc_S: cute.Tensor, at, written, tile: Tile, m: Int32):
+        """P and dS of a block whose S has begun; their products with dO and Q are issued, and dS is
+        handed over for dQ."""
+        dtype, early = self.smem.q.element_type, self.cfg.early_dv
+        acc_dP = self.scores()
+        self.issue_scores(acc_S, at)
+        self.issue_dp(acc_dP, at)
+        if const_expr(early):  # a load from shared memory takes long beside products
+            delta = self.columns_of(self.smem.delta, at.index)
         warpgroup.wait_group(1)
-        self.weigh(acc_S, q.index)
+        self.weigh(acc_S)
         if self.masked(tile, m):
             self.mask(acc_S, tile, m)
-        rP = rounded(acc_S, self.smem.q.element_type)
-        if const_expr(self.cfg.early_dv):
-            self.issue_dv(rP, do)
-        warpgroup.wait_group(1 if self.cfg.early_dv else 0)
-        self.differentiate(acc_S, acc_dP, do.index)
-        rdS = rounded(acc_dP, self.smem.q.element_type)
-        if const_expr(not self.cfg.early_dv):
-            self.issue_dv(rP, do)
+        rP = rounded(acc_S, dtype)
+        if const_expr(early):
+            self.issue_dv(rP, at)
+        warpgroup.wait_group(1 if early else 0)
+        if const_expr(not early):
+            delta = self.columns_of(self.smem.delta, at.index)
+        self.differentiate(acc_S, acc_dP, delta)
+        rdS = rounded(acc_dP, dtype)
+        if const_expr(not early):
+            self.issue_dv(rP, at)
         self.share_ds(rdS, written)
-        Qt = self.f.rQt[None, None, None, q.index]
+        Qt = self.f.rQt[None, None, None, at.index]
         dS = acc_as_operand_a(rdS)
         gemm(self.mmas.dk, self.f.acc_dK, dS, Qt, self.cfg.tile_m // STEP, zero=False)
 
@@ -252,34 +282,42 @@ class Consumer:
         return acc_dQ
 
     @cute.jit
-    def release(self, q, do):
-        self.pipes.do.consumer_release(do)
-        self.pipes.q.consumer_release(q)
-        q.advance()
-        do.advance()
-        return q, do
+    def release(self, at):
+        self.pipes.do.consumer_release(at)
+        self.pipes.q.consumer_release(at)
 
     @cute.jit
     def tile(self, tile: Tile):
         """dQ lags a block behind, so that the warpgroups need not wait for each other's dS and one
-        computes weights while the other's products run."""
+        computes weights while the other's products run. S of the next block begins before dQ is
+        added up: the adder takes long to read its registers, and S has others."""
         f, cfg, shape = self.f, self.cfg, self.shape
         f.acc_dK.fill(0.0)
         f.acc_dV.fill(0.0)
+        acc_S = self.scores()
         consumer = pipeline.PipelineUserType.Consumer
-        q, do = [pipeline.make_pipeline_state(consumer, cfg.stages) for _ in range(2)]
+        ahead = pipeline.make_pipeline_state(consumer, cfg.stages)
         read = pipeline.make_pipeline_state(consumer, cfg.ds_slots)
         written = pipeline.PipelineState(cfg.ds_slots, Int32(0), Int32(1), Int32(0))
         self.no_ds(0)
         head, m = tile.kv_head * shape.q_per_kv, tile.m_begin
         head_before, m_before = head, m
-        for _ in cutlass.range(shape.q_per_kv * (shape.m_blocks - tile.m_begin), unroll=1):
-            self.gradients(q, do, written, tile, m)
+        blocks = shape.q_per_kv * (shape.m_blocks - tile.m_begin)
+        self.pipes.q.consumer_wait(ahead)
+        self.begin_scores(acc_S, ahead)
+        for i in cutlass.range(blocks, unroll=1):
+            now = ahead.clone()
+            ahead.advance()
+            self.gradients(acc_S, now, written, tile, m)
             acc_dQ = self.dq_of(read)
             warpgroup.wait_group(cfg.warpgroups)  # all but dQ
-            q, do = self.release(q, do)
+            self.release(now)
+            if i + 1 < blocks:
+                self.pipes.q.consumer_wait(ahead)
+            self.begin_scores(acc_S, ahead)  # of no block at last: nobody reads it then
             warpgroup.wait_group(0)
-            self.add_dq(acc_dQ, head_before, tile.batch, m_before)
+            if i > 0:
+                self.add_dq(acc_dQ, head_before, tile.batch, m_before)
             written.advance()
             read.advance()
             head_before, m_before = head, m

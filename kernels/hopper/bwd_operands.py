@@ -23,8 +23,8 @@ class Inputs(NamedTuple):
     dk: TmaOperand
     dv: TmaOperand
     ds: cute.ComposedLayout  # shared memory, (64 keys, tile_m, slots)
-    lse: cute.Tensor  # (tile_m * blocks, head, batch) in log2, +inf where a row sees no key
-    delta: cute.Tensor  # the same shape: rowsum(dO * O) - dLSE
+    lse: cute.Tensor  # (statistics * blocks, head, batch): -LSE / scale
+    delta: cute.Tensor  # the same shape: dLSE - rowsum(dO * O)
     dq: cute.Tensor  # (tile_m * head_dim, block, head, batch) fp32, in accumulators' order
 
 
@@ -34,8 +34,8 @@ class Smem(NamedTuple):
     v: cute.Tensor  # (64, head_dim_v, warpgroups)
     do: cute.Tensor  # (tile_m, head_dim_v, stages)
     ds: cute.Tensor  # (64, tile_m, ds_slots * warpgroups)
-    lse: cute.Tensor  # (tile_m, stages)
-    delta: cute.Tensor  # (tile_m, stages)
+    lse: cute.Tensor  # (statistics, stages)
+    delta: cute.Tensor  # (statistics, stages)
 
 
 class Shape(NamedTuple):
@@ -45,6 +45,10 @@ class Shape(NamedTuple):
     seqlen_k: Int32
     q_per_kv: Int32  # query heads that share a KV head
     m_blocks: Int32
+    n_blocks: Int32
+    heads_kv: Int32
+    heads: Int32  # heads_kv * batch
+    together: Int32  # of them, those whose tiles are taken in one go
 
 
 class Tile(NamedTuple):

@@ -7,15 +7,15 @@ from cutlass import Float32, Int32
 from cute_attn.kernels.common.layout import acc_as_rows
 from cute_attn.kernels.common.merge import pair_at
 
-LOG2_E = 1.4426950408889634
 WARPS = 4
 VECTOR = 8  # elements a lane reads at a time
 
 
 @cute.kernel
-def row_statistics(cfg: cutlass.Constexpr, o, do, lse, dlse, to_lse, to_delta, dq):
-    """For tile_m rows of one head: LSE in log2, +inf where P must be 0 (no key seen, no row);
-    delta = rowsum(dO * O) - dLSE (FlashAttention-2, algorithm 2, line 4); dQ's accumulator = 0.
+def row_statistics(cfg: cutlass.Constexpr, o, do, lse, dlse, to_lse, to_delta, dq, scale):
+    """For tile_m rows of one head, what S and dP start from: -LSE / scale, so far off that P is 0
+    where the row sees no key or does not exist; -delta = dLSE - rowsum(dO * O) (FlashAttention-2,
+    algorithm 2, line 4); dQ's accumulator = 0.
 
     o, do (seqlen_q, head_dim_v, head, batch); lse, dlse (seqlen_q, head, batch)."""
     block, head, batch = cute.arch.block_idx()
@@ -27,18 +27,27 @@ def row_statistics(cfg: cutlass.Constexpr, o, do, lse, dlse, to_lse, to_delta, d
         total, of_row = Float32(0.0), Float32.inf
         if row < o.shape[0]:
             total = dot(o[row, None, head, batch], do[row, None, head, batch], lane)
-            total = total - dlse[row, head, batch]
-            of_row = lse[row, head, batch] * LOG2_E
+            total = dlse[row, head, batch] - total
+            of_row = lse[row, head, batch]
             if of_row == -Float32.inf:  # no key seen: dLSE may be anything
                 of_row, total = Float32.inf, Float32(0.0)
         if lane == 0:
-            to_lse[row, head, batch] = of_row
-            to_delta[row, head, batch] = total
+            for copy in cutlass.range_constexpr(cfg.copies):
+                to_lse[slot(cfg, row, copy), head, batch] = -of_row / scale
+                to_delta[slot(cfg, row, copy), head, batch] = total
     part = dq[None, block, head, batch]
     zero = cute.make_rmem_tensor(4, Float32)
     zero.fill(0.0)
     for i in cutlass.range(cute.size(part) // (4 * 32 * WARPS), unroll=4):
         cute.autovec_copy(zero, four_at(part, 4 * (i * 32 * WARPS + tidx)))
+
+
+def slot(cfg, row: Int32, copy: int) -> Int32:
+    """Where a row's statistic lies. Twice, in pairs of neighbours, if accumulators start from it:
+    a thread's accumulators hold two keys of each pair of queries."""
+    if cfg.copies == 1:
+        return row
+    return row // 2 * 4 + row % 2 + 2 * copy
 
 
 @cute.jit

@@ -80,6 +80,14 @@ class Consumer(bwd_mainloop.Consumer):
         return tile.n_block * self.cfg.tile_n
 
     @cute.jit
+    def weigh(self, acc_S: cute.Tensor, slot: Int32):
+        """P = exp(S - LSE)."""
+        start = self.columns_of(self.smem.lse, slot)
+        for i in cutlass.range_constexpr(cute.size(acc_S)):
+            shifted = acc_S[i] + start[i // 4 * 2 + i % 2]
+            acc_S[i] = cute.math.exp2(shifted * self.scale_log2, fastmath=True)
+
+    @cute.jit
     def issue_scores(self, acc_S: cute.Tensor, at):
         """Columns past head_dim are 0 and may be left out, here and in dP."""
         self.pipes.q.consumer_wait(at)
@@ -141,7 +149,7 @@ class Consumer(bwd_mainloop.Consumer):
 
     @cute.jit
     def share_gradients(self, acc_P: cute.Tensor, acc_dP: cute.Tensor, at):
-        self.differentiate(acc_P, acc_dP, at.index)
+        self.differentiate(acc_P, acc_dP, self.columns_of(self.smem.delta, at.index))
         self.share(acc_dP, 2 * at.index + 1)
         self.hand_over(at.index)
 
