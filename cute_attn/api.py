@@ -122,8 +122,9 @@ def bwd(
     dout        (batch, seqlen_q, nheads_q, head_dim_v) in q's dtype, any strides, expanded too
     out, lse    what fwd(..., return_lse=True) gave
     dlse        fp32 (batch, nheads_q, seqlen_q): the gradient of lse, default none
-    deterministic  the same call gives the same bits; on the CPU it always does
-    arch        'cpu'; default what q's device runs. The kernel for CUDA tensors is not built yet
+    deterministic  the same call gives the same bits; on the CPU it always does, on CUDA tensors it
+                is not built yet: dq is added up in no fixed order there, dk and dv in a fixed one
+    arch        'sm90' or 'cpu'; default what q's device runs
 
     dq, dk, dv are fresh, contiguous, and have the shapes and the dtype of q, k and v. Rows that
     see no key have gradients 0 and give none. Memory grows with seqlen, not with its square.
@@ -161,8 +162,8 @@ def flash_attn_func(
     Gradients come from bwd and exist once: a second derivative raises NotImplementedError. Works
     under torch.compile(fullgraph=True) and activation checkpointing; without gradients it is fwd.
 
-    Raises as fwd does; NotImplementedError also for dropout_p > 0, and where q, k or v requires
-    grad on a CUDA device, whose backward is not built yet.
+    Raises as fwd does; NotImplementedError also for dropout_p > 0, and for deterministic=True where
+    q, k or v requires grad on a CUDA device.
     """
     if (
         dropout_p != 0.0
