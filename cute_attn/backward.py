@@ -8,7 +8,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from cute_attn import compile as jit
 from cute_attn import launch
 from cute_attn.config import BwdConfig
 
@@ -80,13 +79,7 @@ def _launch(
     """The tensors' device is current here."""
     problem = replace(plan.problem, negative_scale=False)  # P takes a scale of either sign
     config = BwdConfig()
-    kernel = jit.in_memory(problem, config, plan.arch)
-    if kernel is None and launch._capturing():
-        raise RuntimeError(
-            "this call would compile a kernel inside CUDA-graph capture: warm up first, "
-            "by one call with such tensors outside the capture"
-        )
-    kernel = kernel or jit.get(problem, config, plan.arch)
+    kernel = launch.compiled(problem, config, plan.arch)
     q, k, v, out, dout = (launch.loadable(t) for t in (q, k, v, out, dout))
     dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
     if dlse is None:
@@ -94,7 +87,7 @@ def _launch(
     batch, heads, seqlen_q = plan.lse_shape
     rows = config.tile_m(problem)
     blocks = -(-seqlen_q // rows)
-    stats = lse.new_empty(2, batch, heads, blocks * max(rows, 128))  # up to two floats a row
+    stats = lse.new_empty(2, batch, heads, blocks * rows * config.copies(problem))
     parts = lse.new_empty(batch, heads, blocks, rows * config.width(problem))
     score_scale = scale if abs(scale) > TINY_SCALE else TINY_SCALE
     kernel(q, k, v, out, dout, lse, dlse, dq, dk, dv, stats, parts, scale, score_scale)

@@ -147,13 +147,18 @@ class BwdConfig:
         """Queries of a block: S and dP take the registers that dK and dV leave."""
         return 128 if self.width(problem) == self.width_v(problem) == 64 else 64
 
+    def copies(self, problem: Problem) -> int:
+        """Of a row's statistics, in shared memory: two where accumulators start from them, which
+        spares registers' moves, unless 128 rows leave no room."""
+        return 1 if self.wide(problem) or self.tile_m(problem) == 128 else 2
+
     def smem_bytes(self, problem: Problem, itemsize: int = 2) -> int:
         rows, wide = self.tile_m(problem), self.wide(problem)
         keys = 64 if wide else 64 * self.warpgroups
         shared = 2 * self.stages if wide else self.ds_slots * self.warpgroups  # P and dS, or dS
         columns = self.width(problem) + self.width_v(problem)
         tiles = (keys + self.stages * rows) * columns + shared * 64 * rows
-        statistics = 2 * self.stages * (rows if wide else 128) * 4
+        statistics = 2 * self.stages * self.copies(problem) * rows * 4
         return tiles * itemsize + statistics + BARRIER_BYTES
 
     def infeasible(self, problem: Problem) -> str:

@@ -277,17 +277,23 @@ def _native_arch(device: torch.device) -> str:
     return "sm90"
 
 
+def compiled(problem: Problem, config: jit.Config, arch: str) -> jit.Kernel:
+    """The kernel, which a graph under capture may not wait for; the problem's device is current."""
+    kernel = jit.in_memory(problem, config, arch)
+    if kernel is None and _capturing():
+        raise RuntimeError(
+            "this call would compile a kernel inside CUDA-graph capture: warm up first, "
+            "by one call with such tensors outside the capture"
+        )
+    return kernel or jit.get(problem, config, arch)
+
+
 def _bind(plan: Plan) -> None:
     """Give the plan its kernel, and what a launch must know of the device."""
     index = plan.index = plan.device.index or 0
-    kernel = jit.in_memory(plan.problem, plan.config, plan.arch)
     with torch.cuda.device(plan.device):
         capturing = _capturing()
-        if kernel is None and capturing:
-            raise RuntimeError(
-                "this call would compile a kernel inside CUDA-graph capture: warm up first, "
-                "by one call with such tensors outside the capture"
-            )
+        kernel = compiled(plan.problem, plan.config, plan.arch)
         plan.sms = multiprocessors(plan.device)
         plan.counts = plan.config.schedule == "dynamic"
         plan.scratch = _scratch(plan)
@@ -297,7 +303,7 @@ def _bind(plan: Plan) -> None:
             plan.counts = True  # a slot zeroed in the graph serves every schedule
         if index in _no_lse:
             plan.no_lse = _no_lse[index].expand(plan.lse_shape)
-    plan.kernel = kernel or jit.get(plan.problem, plan.config, plan.arch)
+    plan.kernel = kernel
 
 
 def _scratch(plan: Plan) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
@@ -435,7 +441,7 @@ def _check_out(out: Tensor, plan: Plan, q: Tensor, k: Tensor, v: Tensor) -> bool
     if out.device != plan.device:
         raise ValueError(f"out.device is {out.device}: it must be q.device, {plan.device}")
     if out.requires_grad and _grad_enabled():
-        raise NotImplementedError("out requires grad: the backward is not built yet")
+        raise NotImplementedError("out requires grad and fwd has no backward: detach it")
     stride, extent, storable_stride = plan.out_layout
     if out.stride() != stride:
         if any(size > 1 and stride == 0 for size, stride in zip(out.shape, out.stride())):

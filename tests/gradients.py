@@ -2,16 +2,12 @@
 
 import math
 
-import pytest
 import torch
 from helpers import BF16, FP16, close, rand, score_error
 
 import cute_attn
 from cute_attn.reference_backward import attention_backward
 
-CUDA_BUILT = True  # the switch: True makes all tests of the backward run on the GPU too
-_MARKS = [] if CUDA_BUILT else [pytest.mark.skip(reason="the backward kernel is not built")]
-DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, *_MARKS])]
 SUMS = 2.0**-20  # what fp32 loses in a sum, of the sum of its terms' sizes: a few roundings
 EXP = 2.0**-17  # relative error of exp and of the sum in LSE
 TINY = 2.0**-25  # half the smallest fp16: the absolute error of rounding to it

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 import torch
-from gradients import CUDA_BUILT, DEVICES, check
-from helpers import BF16, FP16, close, qkv, rand
+from gradients import check
+from helpers import BF16, DEVICES, FP16, close, qkv, rand
 from torch.utils.checkpoint import checkpoint
 
 import cute_attn
@@ -316,16 +316,15 @@ def test_transforms_and_tangents_are_refused():
                 torch.ops.cute_attn.fwd(dual, other, v, None, False, False)
 
 
-@pytest.mark.skipif(CUDA_BUILT, reason="the backward kernel is built")
-def test_no_gradients_on_cuda_yet(monkeypatch):
+def test_no_deterministic_gradients_on_cuda_yet(monkeypatch):
     """Before the forward runs; without gradients nothing is in the way."""
     q, k, v = leaves(1, 8, 8, 2, 16)
     monkeypatch.setattr(torch.ops.cute_attn, "fwd", no_dispatcher)
     monkeypatch.setattr(autograd, "_device_type", lambda t: "cuda")
-    with pytest.raises(NotImplementedError, match="backward kernel is not built yet for CUDA"):
-        cute_attn.flash_attn_func(q, k, v)
+    with pytest.raises(NotImplementedError, match="deterministic is True: it is not built yet"):
+        cute_attn.flash_attn_func(q, k, v, deterministic=True)
     with torch.no_grad():
-        cute_attn.flash_attn_func(q, k, v)
+        cute_attn.flash_attn_func(q, k, v, deterministic=True)
 
 
 # ---- operators ----------------------------------------------------------------------------------

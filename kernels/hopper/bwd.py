@@ -97,8 +97,7 @@ class Layout:
 
     @property
     def copies(self) -> int:
-        """Of the statistics of a row, in shared memory: two spare moves, where there is room."""
-        return 2 if self.tile_m == 64 else 1
+        return self.cfg.copies(self.problem)
 
     @property
     def statistics(self) -> int:
@@ -148,8 +147,8 @@ class BackwardSm90:
         """mQ, mdQ (batch, seqlen_q, heads_q, head_dim), mO, mdO (batch, seqlen_q, heads_q,
         head_dim_v), mK, mdK, mV, mdV likewise with seqlen_k and heads_kv; mLSE, mdLSE (batch,
         heads_q, seqlen_q). stats (2, batch, heads_q, rows) and partial_dq (batch, heads_q, blocks,
-        tile_m * width) are fp32 scratch, rows = blocks *
-        statistics. score_scale is softmax_scale, or some tiny scale where that is 0."""
+        tile_m * width) are fp32 scratch, rows at least blocks * statistics. score_scale is
+        softmax_scale, or some tiny scale where that is 0."""
         cfg = self.cfg
         mQ, mK, mV, mO, mdO, mdQ, mdK, mdV = [
             reordered(t, ROWS) for t in (mQ, mK, mV, mO, mdO, mdQ, mdK, mdV)

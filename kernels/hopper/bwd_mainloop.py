@@ -203,8 +203,8 @@ class Consumer:
         self.hand_over(slot)
 
     @cute.jit
-    def issue_dv(self, rP: cute.Tensor, do):
-        dOt = self.f.rdOt[None, None, None, do.index]
+    def issue_dv(self, rP: cute.Tensor, at):
+        dOt = self.f.rdOt[None, None, None, at.index]
         P = acc_as_operand_a(rP)
         gemm(self.mmas.dv, self.f.acc_dV, P, dOt, self.cfg.tile_m // STEP, zero=False)
 

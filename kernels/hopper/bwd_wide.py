@@ -44,10 +44,6 @@ class Layout(bwd.Layout):
         return self.warpgroups  # a part of 96 columns must not begin within a swizzled row
 
     @property
-    def copies(self) -> int:
-        return 1
-
-    @property
     def dq_by_rows(self) -> bool:
         return False
 
