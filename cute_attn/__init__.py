@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["Explanation", "FwdConfig", "Problem", "bwd", "explain", "flash_attn_func"]
+__all__ = ["BwdConfig", "Explanation", "FwdConfig", "Problem", "bwd", "explain", "flash_attn_func"]
 __all__ += ["flash_attn_kvpacked_func", "flash_attn_qkvpacked_func", "fwd", "merge", "warmup"]
 
 if TYPE_CHECKING:
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
         merge,
         warmup,
     )
-    from cute_attn.config import FwdConfig
+    from cute_attn.config import BwdConfig, FwdConfig
     from cute_attn.problem import Problem
-
-_HOMES = {"FwdConfig": "cute_attn.config", "Problem": "cute_attn.problem"}
+_HOMES = {"Problem": "cute_attn.problem", "FwdConfig": "cute_attn.config"}
+_HOMES["BwdConfig"] = "cute_attn.config"
 
 
 def __getattr__(name: str) -> Any:

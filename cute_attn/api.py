@@ -1,11 +1,13 @@
 """The public functions: what users call, in the order in which a call is answered."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
-from cute_attn import autograd, backward, launch, tuning
+from cute_attn import autograd, launch, tuning
+from cute_attn import backward as gradients
 from cute_attn import compile as jit
-from cute_attn.config import FwdConfig
+from cute_attn.backward import BwdExplanation
+from cute_attn.config import BwdConfig, FwdConfig
 from cute_attn.problem import DTYPES, Problem
 
 if TYPE_CHECKING:
@@ -113,7 +115,7 @@ def bwd(
     v_descale: "Tensor | None" = None,
     dlse: "Tensor | None" = None,
     deterministic: bool = False,
-    config: Any = None,
+    config: BwdConfig | None = None,
     arch: str | None = None,
 ) -> "tuple[Tensor, Tensor, Tensor]":
     """Gradients of fwd: (dq, dk, dv) from dout, the gradient of out.
@@ -124,6 +126,8 @@ def bwd(
     dlse        fp32 (batch, nheads_q, seqlen_q): the gradient of lse, default none
     deterministic  the same call gives the same bits; on the CPU it always does, on CUDA tensors it
                 is not built yet: dq is added up in no fixed order there, dk and dv in a fixed one
+    config      a BwdConfig instead of the one that tuning_bwd.pick takes; see explain. Without
+                effect on the CPU
     arch        'sm90' or 'cpu'; default what q's device runs
 
     dq, dk, dv are fresh, contiguous, and have the shapes and the dtype of q, k and v. Rows that
@@ -135,8 +139,8 @@ def bwd(
     FlashAttention-2 (arXiv 2307.08691), algorithm 2.
     """
     _reject(locals(), _BUILT_BWD)
-    return backward.backward(
-        dout, q, k, v, out, lse, causal, softmax_scale, dlse, deterministic, arch
+    return gradients.backward(
+        dout, q, k, v, out, lse, causal, softmax_scale, dlse, deterministic, arch, config
     )
 
 
@@ -305,6 +309,36 @@ class Explanation:
         return "\n".join(lines)
 
 
+@overload
+def explain(
+    q: "Tensor",
+    k: "Tensor",
+    v: "Tensor",
+    *,
+    causal: bool = ...,
+    softmax_scale: float | None = ...,
+    config: FwdConfig | None = ...,
+    arch: str | None = ...,
+    backward: Literal[False] = ...,
+    **others: Any,
+) -> Explanation: ...
+
+
+@overload
+def explain(
+    q: "Tensor",
+    k: "Tensor",
+    v: "Tensor",
+    *,
+    causal: bool = ...,
+    softmax_scale: float | None = ...,
+    config: BwdConfig | None = ...,
+    arch: str | None = ...,
+    backward: Literal[True],
+    **others: Any,
+) -> BwdExplanation: ...
+
+
 def explain(
     q: "Tensor",
     k: "Tensor",
@@ -312,19 +346,25 @@ def explain(
     *,
     causal: bool = False,
     softmax_scale: float | None = None,
-    config: FwdConfig | None = None,
+    config: Any = None,
     arch: str | None = None,
+    backward: bool = False,
     **others: Any,
-) -> Explanation:
-    """What fwd with the same arguments would run, without running or compiling it.
+) -> Explanation | BwdExplanation:
+    """What fwd with the same arguments, or bwd if backward, would run, without running or
+    compiling it.
 
-    Here arch='sm90' goes with tensors of any device, the meta device included. Raises as fwd does.
+    Here arch='sm90' goes with tensors of any device, the meta device included. Raises as fwd does;
+    what bwd would refuse as not built is said in the answer, so that one call shows what it lacks.
     """
-    unknown = others.keys() - (fwd.__kwdefaults__ or {}).keys()
+    unknown = others.keys() - ((bwd if backward else fwd).__kwdefaults__ or {}).keys()
     if unknown:
         raise TypeError(f"explain() got an unexpected argument {min(unknown)!r}")
-    _reject({"causal": causal, **others})
+    _reject({"causal": causal, **others}, _BUILT_BWD if backward else _BUILT_FWD)
     negative = softmax_scale is not None and launch.checked_scale(softmax_scale) < 0
+    if backward:
+        deterministic = others.get("deterministic", False)
+        return gradients.explain(q, k, v, causal, config, arch, deterministic)
     if arch == "sm90":
         plan = launch.make_plan(q, k, v, causal, negative, config, arch, foreign=True)
     else:
@@ -355,16 +395,19 @@ def warmup(
     dtype: Any = "bf16",
     causal: bool = False,
     softmax_scale: float | None = None,
-    config: FwdConfig | None = None,
+    config: FwdConfig | BwdConfig | None = None,
     arch: str | None = None,
+    backward: bool = False,
 ) -> None:
-    """Compile, or load from disk, the kernels of a class of problems, so that fwd need not.
+    """Compile, or load from disk, the kernels of a class of problems, so that fwd need not,
+    and bwd neither if backward.
 
     A class is a dtype ('bf16', 'fp16' or the torch dtype), head dims, causal and the sign of
     softmax_scale. One kernel serves all batch sizes, lengths, head counts and strides, and a second
-    one few queries on many keys; with config only the kernel of that one is made ready. Needs no
-    GPU if arch is given: the cache directory then serves machines with the same CPU features and
-    DSL. On a GPU of that arch the kernel also becomes ready for CUDA-graph capture.
+    one few queries on many keys; with config, a BwdConfig if backward, only the kernel of that one
+    is made ready. Needs no GPU if arch is given: the cache directory then serves machines with the
+    same CPU features and DSL. On a GPU of that arch the kernel also becomes ready for CUDA-graph
+    capture.
     Raises ValueError or TypeError for a class or config that cannot be, ImportError without the
     DSL.
     """
@@ -380,18 +423,23 @@ def warmup(
     name = DTYPES.get(str(dtype), str(dtype))
     width = head_dim if head_dim_v is None else head_dim_v
     problem = Problem(name, head_dim, width, causal, negative)
-    configs = [launch.choose_config(problem, config)]
+    configs: list[FwdConfig | BwdConfig] = []
+    if config is None or not backward:
+        configs.append(launch.choose_config(problem, config))  # type: ignore[arg-type]
     if config is None:
         configs.append(tuning.split(problem))
+    if backward and (config is not None or arch != "cpu"):
+        configs.append(gradients.choose_config(problem, config))  # type: ignore[arg-type]
     if arch == "cpu":
         return
     for each in configs:
-        jit.get(problem, each, arch)
+        of_backward = isinstance(each, BwdConfig)
+        jit.get(gradients.kernel_problem(problem) if of_backward else problem, each, arch)
         if here and launch.runs_here(arch) and not torch.cuda.is_current_stream_capturing():
             _first_launch(problem, each)
 
 
-def _first_launch(problem: Problem, config: FwdConfig) -> None:
+def _first_launch(problem: Problem, config: FwdConfig | BwdConfig) -> None:
     """The driver loads a kernel at its first launch, which a graph under capture may not do."""
     import torch
 
@@ -401,7 +449,11 @@ def _first_launch(problem: Problem, config: FwdConfig) -> None:
         for d in (problem.head_dim, problem.head_dim_v)
     )
     scale = -1.0 if problem.negative_scale else 1.0
-    launch.forward(q, q, v, problem.causal, scale, config=config)
+    if isinstance(config, BwdConfig):
+        lse = torch.zeros(1, 1, 1, device="cuda")
+        gradients.backward(v, q, q, v, v, lse, problem.causal, scale, config=config)
+    else:
+        launch.forward(q, q, v, problem.causal, scale, config=config)
 
 
 # Arguments that later issues build
@@ -410,7 +462,7 @@ def _first_launch(problem: Problem, config: FwdConfig) -> None:
 _BUILT_FWD = ("q", "k", "v", "causal", "softmax_scale", "out", "return_lse", "config", "arch")
 _BUILT_BWD = (
     *("dout", "q", "k", "v", "out", "lse", "causal", "softmax_scale", "dlse", "deterministic"),
-    "arch",
+    *("config", "arch"),
 )
 
 

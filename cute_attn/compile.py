@@ -190,7 +190,7 @@ def _import_dsl() -> None:
 def _build(problem: Problem, config: Config, arch: str) -> bytes:
     """Compile to an object file. The target is named by option, whatever GPU is or is not here."""
     global _compiles
-    module, _, name = _builder(config, arch).partition(":")
+    module, _, name = builder(config, arch).partition(":")
     build = getattr(importlib.import_module(module), name)
     compiled = build(problem, config, f"--gpu-arch {DSL_ARCH[arch]}")
     _compiles += 1
@@ -200,7 +200,8 @@ def _build(problem: Problem, config: Config, arch: str) -> bytes:
         return Path(path).read_bytes()
 
 
-def _builder(config: Config, arch: str) -> str:
+def builder(config: Config, arch: str) -> str:
+    """'module:function' that compiles it, '' where there is none."""
     return (BACKWARD_BUILDERS if isinstance(config, BwdConfig) else BUILDERS).get(arch, "")
 
 
@@ -225,7 +226,7 @@ def _load_bytes(code: bytes) -> Kernel:
 def _file_name(problem: Problem, config: Config, arch: str) -> str:
     """Reads the environment each time: a test, or a user, may change it between two compiles."""
     dsl_settings = sorted(item for item in os.environ.items() if item[0].startswith("CUTE_DSL_"))
-    parts = (problem, config, arch, DSL_ARCH.get(arch), _builder(config, arch), dsl_settings)
+    parts = (problem, config, arch, DSL_ARCH.get(arch), builder(config, arch), dsl_settings)
     text = repr((*parts, _sources(), _toolchain(), _host_cpu()))
     return hashlib.sha256(text.encode()).hexdigest()[:40] + ".o"
 

@@ -15,19 +15,22 @@ from cute_attn.tools.tune import config_source
 
 SHOWN = (
     *("TOTAL", "HGMMA", "MUFU.EX2", "FFMA", "FMUL", "FADD", "FMNMX", "VIMNMX", "FSEL", "F2FP"),
-    *("SHFL", "VOTE", "SYNCS", "BAR", "WARPGROUP", "UTMALDG", "UTMASTG", "STL", "LDL"),
+    *("SHFL", "VOTE", "SYNCS", "BAR", "WARPGROUP", "UTMALDG", "UTMASTG", "REDG"),
+    *("STL", "LDL"),
 )
 
 
 def main(argv):
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    p.add_argument("--backward", action="store_true", help="the backward's kernels instead")
     p.add_argument("--shape", default="b=1,hq=1,sq=1,d=128", help="head dims, dtype and mask count")
     p.add_argument("--config", action="append", default=[], help="KEY=VALUE,..; again to compare")
     p.add_argument("--out", help="folder for NAME.ptx, .sass, .cubin and .json")
     args = p.parse_args(argv)
     try:
         case = cases.parse_shape(args.shape)
-        configs = [cases.config_for(case, text) for text in args.config or [""]]
+        pick = cases.bwd_config_for if args.backward else cases.config_for
+        configs = [pick(case, text) for text in args.config or [""]]
     except (TypeError, ValueError) as error:
         p.error(str(error))
     columns = []
@@ -37,8 +40,9 @@ def main(argv):
             print(f"note: {config_source(config)} is infeasible: {why}")
         built = inspect.build(case.problem(), config)
         used = built.resources
-        print(f"#{n + 1} {config_source(config)}\n   {used.name}")
-        print(f"   registers {used.registers}  local {used.frame}  smem {used.smem}")
+        print(f"#{n + 1} {config_source(config)}")
+        for k in built.kernels:
+            print(f"   registers {k.registers}  local {k.frame}  smem {k.smem}  {k.name[:60]}")
         columns += [(f"#{n + 1}", used.counts)]
         columns += [(f"#{n + 1} loop {i}", loop) for i, loop in enumerate(used.loops, 1)]
         if args.out:
@@ -49,7 +53,10 @@ def main(argv):
             stem.with_suffix(".sass").write_text(built.sass)
             stem.with_suffix(".cubin").write_bytes(built.cubin)
             stem.with_suffix(".json").write_text(json.dumps(used.golden(), indent=1) + "\n")
-    print("\nstatic counts; the loops are the innermost with matrix products, in address order")
+    print(
+        "\nstatic counts of the kernel with matrix products, and of its innermost loops that have"
+    )
+    print("some, in address order")
     print(" " * 10 + "".join(head.rjust(12) for head, _ in columns))
     for opcode in SHOWN:
         if any(counts.get(opcode) for _, counts in columns):

@@ -47,16 +47,24 @@ def launch(args):
 
     case = cases.parse_shape(args.shape)
     q, k, v = cases.make_inputs(case, args.data)
-    config = cases.config_for(case, args.config)
+    if args.backward:
+        config = cases.bwd_config_for(case, args.config)
+        out, lse = cute_attn.fwd(q, k, v, causal=case.causal, return_lse=True)
+    else:
+        config = cases.config_for(case, args.config)
     for _ in range(WARM + 1):
-        cute_attn.fwd(q, k, v, causal=case.causal, config=config)
+        if args.backward:
+            cute_attn.bwd(out, q, k, v, out, lse, causal=case.causal, config=config)
+        else:
+            cute_attn.fwd(q, k, v, causal=case.causal, config=config)
     torch.cuda.synchronize()
 
 
 def command(args):
     me = [sys.executable, __file__, "--child", "--shape", args.shape, "--data", args.data]
-    me += ["--config", args.config]
-    ncu = ["ncu", "--clock-control", "none", "--kernel-name", "regex:cute_attn"]
+    me += ["--config", args.config] + ["--backward"] * args.backward
+    ncu = ["ncu", "--clock-control", "none", "--kernel-name"]
+    ncu += ["regex:cute_attn_bwd" if args.backward else "regex:cute_attn_fwd"]
     ncu += ["--launch-skip", str(WARM), "--launch-count", "1"]
     if args.full:
         ncu += ["--set", "full", "--import-source", "yes"]
@@ -79,6 +87,7 @@ def table(text):
 
 def main(argv):
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    p.add_argument("--backward", action="store_true", help="the backward's main kernel instead")
     p.add_argument("--shape", default="b=4,hq=16,sq=4096,d=128")
     p.add_argument("--config", default="", help="KEY=VALUE,.. on top of the tuned config")
     p.add_argument("--data", default="normal", choices=cases.DATA)
@@ -88,7 +97,8 @@ def main(argv):
     p.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = p.parse_args(argv)
     try:
-        cases.config_for(cases.parse_shape(args.shape), args.config)
+        pick = cases.bwd_config_for if args.backward else cases.config_for
+        pick(cases.parse_shape(args.shape), args.config)
     except (TypeError, ValueError) as error:
         p.error(str(error))
     if args.child:

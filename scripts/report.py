@@ -3,6 +3,7 @@
     python scripts/report.py                    # all of benchmarks/*.jsonl
     python scripts/report.py --check            # 1 if a table is not what the records say
     python scripts/report.py --plot docs/forward.svg
+    python scripts/report.py --plot docs/backward.svg --backward
 
 Tables stand between `<!-- report:NAME -->` and `<!-- /report -->`. Records of several runs are
 put together: the median of the rates, the geometric mean of the ratios. A cell takes the runs of
@@ -30,6 +31,7 @@ DATA_NAME = {
     "x30": "30·N(0,1) data",
     "outliers": "N(0,1) + N(0,100)·Bernoulli(0.001) data",
 }
+PASS_NAME = {"fwd": "forward", "bwd": "backward"}
 NOTHING = "*No records yet.*\n"
 
 
@@ -41,10 +43,16 @@ def of_slope(r):
 
 def newest(found):
     """Records without those that a later run of other code has overtaken, cell by cell."""
-    latest = {}
-    for r in sorted(found, key=lambda r: r["time"]):
-        latest[r["case"], r["data"], "p50_us" in r] = r.get("source")
-    return [r for r in found if latest[r["case"], r["data"], "p50_us" in r] == r.get("source")]
+
+    def key(r):
+        return records.pass_of(r), r["case"], r["data"], "p50_us" in r
+
+    latest = {key(r): r.get("source") for r in sorted(found, key=lambda r: r["time"])}
+    return [r for r in found if latest[key(r)] == r.get("source")]
+
+
+def of_pass(found, which):
+    return [r for r in found if records.pass_of(r) == which]
 
 
 def cells(found, names, data):
@@ -123,7 +131,7 @@ def compact(found):
     return "\n".join([*lines, "", *verdict(table)]) + "\n"
 
 
-def full(found, name, data):
+def full(found, name, data, what="TFLOP/s"):
     """One row a cell, everyone in it."""
     names = [c.name for c in cases.CASES[name]]
     table = cells(found, names, data)
@@ -132,7 +140,7 @@ def full(found, name, data):
     here = [r for r in of_names(found, table) if r["data"] == data]
     peers = [p for p in PEERS if any(p in by for by in table.values())]
     head = ["cell", "ours", *peers, "ours / best peer"]
-    lines = [*heading(here), "", f"TFLOP/s on {DATA_NAME[data]}.", ""]
+    lines = [*heading(here), "", f"{what} on {DATA_NAME[data]}.", ""]
     lines += ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for cell, by in table.items():
         rates = [shown(by[i]) if i in by else "-" for i in ("ours", *peers)]
@@ -161,22 +169,34 @@ def host(found):
     return "\n".join(lines) + "\n"
 
 
-TABLES = {
-    "compact": compact,
-    "main": lambda found: full(found, "main18", "normal"),
-    "ramp": lambda found: full(found, "main18", "ramp"),
-    "steep": lambda found: full(found, "main18", "ramp-20"),
-    "extra": lambda found: full(found, "extra", "normal"),
-    "tuning": lambda found: full(found, "tuning", "normal"),
-    "host": host,
+STEPS = "TFLOP/s of forward and backward through autograd, the host's time included,"
+TABLES = {  # name -> the pass, and the table of its records
+    "compact": ("fwd", compact),
+    "main": ("fwd", lambda found: full(found, "main18", "normal")),
+    "ramp": ("fwd", lambda found: full(found, "main18", "ramp")),
+    "steep": ("fwd", lambda found: full(found, "main18", "ramp-20")),
+    "extra": ("fwd", lambda found: full(found, "extra", "normal")),
+    "tuning": ("fwd", lambda found: full(found, "tuning", "normal")),
+    "host": ("fwd", host),
+    "bwd_compact": ("bwd", compact),
+    "bwd_main": ("bwd", lambda found: full(found, "main18", "normal")),
+    "bwd_gqa": ("bwd", lambda found: full(found, "gqa", "normal")),
+    "bwd_extra": ("bwd", lambda found: full(found, "extra", "normal")),
+    "bwd_tuning": ("bwd", lambda found: full(found, "tuning", "normal")),
+    "fwd_bwd": ("fwd_bwd", lambda found: full(found, "step", "normal", STEPS)),
 }
 
 
+def table_of(name, found):
+    which, table = TABLES[name]
+    return table(of_pass(found, which))
+
+
 def regenerate(text, found):
-    return MARKERS.sub(lambda m: m[1] + TABLES[m[2]](found) + m[4], text)
+    return MARKERS.sub(lambda m: m[1] + table_of(m[2], found) + m[4], text)
 
 
-def plot(found, path):
+def plot(found, path, which="fwd"):
     """Bars of everyone, a panel per head_dim and mask."""
     import matplotlib
 
@@ -184,13 +204,16 @@ def plot(found, path):
     matplotlib.rcParams["svg.hashsalt"] = "cute_attn"  # the same file from the same records
     from matplotlib import pyplot
 
-    main = cases.CASES["main18"]
-    table = cells(found, [c.name for c in main], "normal")
+    found = of_pass(found, which)
+    table = cells(found, [c.name for c in cases.CASES["main18"]], "normal")
+    main = [c for c in cases.CASES["main18"] if c.name in table]
     dims, lengths = sorted({c.head_dim for c in main}), sorted({c.seqlen_q for c in main})
+    if not main:
+        raise SystemExit(f"{path}: no records of the {PASS_NAME[which]} to plot")
     impls = [
         i for i in ("fa2", "cudnn", "fa4", "fa3", "ours") if any(i in by for by in table.values())
     ]
-    figure, axes = pyplot.subplots(2, len(dims), figsize=(11, 5.2), sharey=True)
+    figure, axes = pyplot.subplots(2, len(dims), figsize=(11, 5.2), sharey=True, squeeze=False)
     for column, d in enumerate(dims):
         for row, causal in enumerate((False, True)):
             axis = axes[row][column]
@@ -211,7 +234,7 @@ def plot(found, path):
     axes[1][0].set_ylabel("TFLOP/s")
     axes[0][0].legend(fontsize=7, frameon=False)
     gpu = next((r["gpu"] for r in found if r["gpu"]), "?")
-    figure.suptitle(f"Attention forward, bf16, 16k tokens, {gpu}", fontsize=10)
+    figure.suptitle(f"Attention {PASS_NAME[which]}, bf16, 16k tokens, {gpu}", fontsize=10)
     figure.tight_layout()
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, metadata={"Date": None} if str(path).endswith(".svg") else None)
@@ -222,6 +245,7 @@ def main(argv):
     p.add_argument("records", nargs="*", help="default: benchmarks/*.jsonl")
     p.add_argument("--check", action="store_true", help="write nothing")
     p.add_argument("--plot", metavar="FILE", help="SVG or PNG")
+    p.add_argument("--backward", action="store_true", help="what --plot shows")
     args = p.parse_args(argv)
     try:
         found = records.read(args.records or sorted((ROOT / "benchmarks").glob("*.jsonl")))
@@ -238,7 +262,7 @@ def main(argv):
             if not args.check:
                 path.write_text(new, encoding="utf-8")
     if args.plot and not args.check:
-        plot(found, args.plot)
+        plot(found, args.plot, "bwd" if args.backward else "fwd")
     print(f"{len(found)} records; " + (f"changed: {', '.join(stale)}" if stale else "up to date"))
     return 1 if args.check and stale else 0
 

@@ -25,7 +25,7 @@ class HostKernel:
         sms: Int32,
         scale: Float32,
     ):
-        name = self.problem.head_dim * 1000 + self.config.tile_n
+        name = self.problem.head_dim * 1000 + getattr(self.config, "tile_n", 0)
         if const_expr(self.problem.causal):
             name = -name
         mO[0, 0, 0, 0] = mO.element_type(scale)

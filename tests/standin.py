@@ -10,7 +10,8 @@ import torch
 
 import cute_attn
 from cute_attn import compile as jit
-from cute_attn import launch, reference
+from cute_attn import launch, reference, reference_backward
+from cute_attn.config import BwdConfig
 
 BF16 = torch.bfloat16
 
@@ -34,12 +35,15 @@ class Device:
 
     def __init__(self):
         self.built, self.launches, self.counters = [], [], []
+        self.scratch = []  # shapes, of each backward
         self.parts = 1  # of the keys, in the last launch
         self.capturing, self.stream, self.fail = False, 7, False
         self.fake_result = None  # instead of the reference, which copies
 
     def build(self, problem, config, arch):
         self.built.append((problem.static(), config, arch))
+        if isinstance(config, BwdConfig):
+            return self.build_backward(problem)
 
         def kernel(q, k, v, o, lse, counter, sms, scale, *parts):
             if self.fail:
@@ -68,6 +72,24 @@ class Device:
                 lse.copy_(result[1])
             self.launches.append((q, k, v, o))
             self.counters.append(counter.data_ptr())
+
+        return kernel
+
+    def build_backward(self, problem):
+        def kernel(q, k, v, o, do, lse, dlse, *rest):
+            dq, dk, dv, stats, parts, scale, score_scale = rest
+            for t in (q, k, v, o, do, dq, dk, dv):
+                check_operand(t)
+            for t in (lse, dlse, stats, parts):
+                assert t.dtype == torch.float32
+            assert dlse.shape == lse.shape and stats.is_contiguous() and parts.is_contiguous()
+            assert type(scale) is float and score_scale == scale != 0.0
+            options = {"causal": problem.causal, "softmax_scale": scale, "dlse": dlse}
+            got = reference_backward.attention_backward_blockwise(do, q, k, v, o, lse, **options)
+            for t, values in zip((dq, dk, dv), got):
+                t.copy_(values)
+            self.launches.append((q, k, v, o, do))
+            self.scratch.append((tuple(stats.shape), tuple(parts.shape)))
 
         return kernel
 

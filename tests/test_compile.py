@@ -7,29 +7,22 @@ tuning table's rows the counts of the main loops are compared with tests/golden_
 """
 
 import contextlib
-import json
-import os
 from dataclasses import replace
-from functools import cache
-from importlib import metadata
 from pathlib import Path
 
 import pytest
+from builds import compare_golden, job_id, no_float_maxima
 
 from cute_attn import compile as jit
 from cute_attn import tuning
 from cute_attn.config import SMEM_LIMIT, FwdConfig
 from cute_attn.problem import MAX_HEAD_DIM, Problem
 from cute_attn.tools import inspect
-from cute_attn.tools.compile import describe, table_jobs
+from cute_attn.tools.compile import table_jobs
 
 pytestmark = pytest.mark.compile
 GOLDEN = Path(__file__).with_name("golden_counts.json")
 slow = pytest.mark.slow
-
-
-def job_id(job):
-    return describe(job[0]).replace(" ", "-").replace("/", "v")
 
 
 def picked(problem):
@@ -69,33 +62,6 @@ KNOBS += SPLIT
 FEW = [job for job in PAIRS if job[0].dtype == "bf16"][:2] + KNOBS[:2]
 
 
-@contextlib.contextmanager
-def no_float_maxima():
-    """cutlass.max and min on floats are a compare and a select where fmax is one instruction, and
-    they drop NaN differently. Types are known while tracing only."""
-    import cutlass
-
-    found = []
-
-    def watched(name, original):
-        def call(*values, **keywords):
-            kinds = [type(value).__name__ for value in values]
-            if any(isinstance(v, float) or "Float" in kind for v, kind in zip(values, kinds)):
-                found.append(f"cutlass.{name}({', '.join(kinds)})")
-            return original(*values, **keywords)
-
-        return call
-
-    originals = {name: getattr(cutlass, name) for name in ("max", "min")}
-    for name, original in originals.items():
-        setattr(cutlass, name, watched(name, original))
-    try:
-        yield found
-    finally:
-        for name, original in originals.items():
-            setattr(cutlass, name, original)
-
-
 def check(problem, config):
     with no_float_maxima() as floats:
         built = inspect.build(problem, config)
@@ -115,43 +81,9 @@ def check(problem, config):
     return used
 
 
-@cache
-def toolchain():
-    cu13 = any(d.name == "nvidia-cutlass-dsl-libs-cu13" for d in metadata.distributions())
-    return f"nvidia-cutlass-dsl {metadata.version('nvidia-cutlass-dsl')} cu{13 if cu13 else 12}"
-
-
-def write_golden(name, counts):
-    """One test at a time, whatever the workers: the file is read and written under a lock."""
-    import fcntl
-
-    with open(GOLDEN, "a+", encoding="utf-8") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        file.seek(0)
-        text = file.read()
-        golden = json.loads(text) if text else {}
-        if golden.get("toolchain") != toolchain():
-            golden = {"toolchain": toolchain()}
-        rows = {"toolchain", *map(job_id, TABLE)}  # of rows that are gone nothing stays
-        golden = {key: value for key, value in golden.items() if key in rows}
-        golden[name] = counts
-        file.seek(0)
-        file.truncate()
-        lines = [f"{json.dumps(k)}: {json.dumps(golden[k])}" for k in sorted(golden)]
-        file.write("{\n" + ",\n".join(lines) + "\n}\n")
-
-
 @pytest.mark.parametrize("job", TABLE, ids=job_id)
 def test_tuning_row(job):
-    used = check(*job)
-    name, counts = job_id(job), used.golden()
-    if os.environ.get("UPDATE_GOLDEN"):
-        write_golden(name, counts)
-        return
-    golden = json.loads(GOLDEN.read_text())
-    if golden["toolchain"] != toolchain():
-        pytest.skip(f"the counts are of {golden['toolchain']}")
-    assert counts == golden.get(name), "meant? then UPDATE_GOLDEN=1, and say why in the commit"
+    compare_golden(GOLDEN, job_id(job), check(*job).golden(), map(job_id, TABLE))
 
 
 @pytest.mark.parametrize("job", FEW, ids=job_id)

@@ -1,36 +1,125 @@
-"""Builds backward kernels for sm_90a and looks at them; needs the DSL, no GPU."""
+"""Builds the backward's kernels for sm_90a and looks at them; needs the DSL, no GPU.
 
-import tempfile
+As test_compile.py. A row of tuning_bwd.BACKWARD is built and its counts compared with
+tests/golden_counts_bwd.json; a class of head dims that BwdConfig takes is built by the slow tests.
+
+    UPDATE_GOLDEN=1 python -m pytest tests/test_compile_backward.py -n 2     # if a change is meant
+"""
+
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from builds import compare_golden, job_id, no_float_maxima
 
+from cute_attn import backward, tuning_bwd
+from cute_attn import compile as jit
 from cute_attn.config import SMEM_LIMIT, BwdConfig
-from cute_attn.problem import Problem
+from cute_attn.problem import MAX_HEAD_DIM, Problem
 from cute_attn.tools import inspect
+from cute_attn.tools.compile import backward_jobs
 
 pytestmark = pytest.mark.compile
-DIMS = [(64, 64), (64, 128), (128, 128), (136, 40), (192, 128), (40, 192), (256, 64), (256, 256)]
+GOLDEN = Path(__file__).with_name("golden_counts_bwd.json")
+slow = pytest.mark.slow
 
 
-def build(problem, config):
-    from cute_attn.kernels.hopper.bwd import compile_bwd
+def jobs(dims, dtypes=("bf16", "fp16"), masks=(False, True)):
+    """Those that the kernel takes and that the table's rows do not build."""
+    problems = [Problem(t, d, dv, causal) for t in dtypes for d, dv in dims for causal in masks]
+    known = {problem.static() for problem, _ in TABLE}
+    picked = {p.static(): (p, tuning_bwd.pick(p)) for p in problems if p.static() not in known}
+    return [(p, config) for p, config in picked.values() if not config.infeasible(p)]
 
-    with tempfile.TemporaryDirectory() as folder:
-        keep = f"--gpu-arch sm_90a --keep-cubin --keep-ptx --dump-dir {folder}"
-        compiled = compile_bwd(problem.static(), config, options=keep)
-        return bytes(compiled.artifacts.CUBIN), str(compiled.ir_module)
+
+TABLE = backward_jobs(["bf16"])  # with golden counts
+FEW = jobs([(64, 64), (128, 128)], ["fp16"], [True])
+FEW += jobs([(64, 128), (136, 40)], ["bf16"], [False])
+FEW += jobs([(40, 72), (192, 128)], ["bf16"], [True])
+SWEEP = range(16, MAX_HEAD_DIM + 1, 16)
+CLASSES = jobs([(d, d) for d in SWEEP])
+PAIRS = jobs([(64, 128), (128, 64), (40, 72), (16, 128), (128, 16)])
+PAIRS += jobs([(256, 64), (64, 256), (192, 128), (40, 192), (136, 40), (16, 256)])
+KNOBS = [
+    (problem, config)
+    for problem in (*(Problem("bf16", d, d, d > 64) for d in (64, 128)), Problem("fp16", 192, 128))
+    for config in tuning_bwd.candidates(problem)
+    if config != tuning_bwd.pick(problem) and not config.infeasible(problem)
+]
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("dims", DIMS, ids=str)
-def test_backward_kernels(dims, causal):
-    """Nothing spills, shared memory is what the config says, and products are asynchronous: one
-    whose accumulators are touched too early makes the assembler fence and wait for every one."""
-    problem, config = Problem("bf16", *dims, causal), BwdConfig()
-    cubin, ir = build(problem, config)
-    code = list(inspect.instructions(inspect.disassemble(cubin)))
-    used = inspect.count(code)
-    assert all(numbers["frame"] == 0 for numbers in inspect.elf_numbers(cubin).values())
-    assert not used.get("STL") and not used.get("LDL")
-    assert max(inspect.dynamic_smem(ir)) == config.smem_bytes(problem) <= SMEM_LIMIT
-    assert 0 < used["WARPGROUP"] < used["HGMMA"]
+def check(problem, config):
+    """Every kernel of a backward: no local memory, and what the main ones are made of."""
+    with no_float_maxima() as floats:
+        built = inspect.build(problem, config)
+    assert not floats
+    assert not any(n["frame"] for n in inspect.elf_numbers(built.cubin).values())  # subroutines too
+    for used in built.kernels:
+        assert used.frame == 0 and not used.spills, used
+        assert 0 <= used.smem <= SMEM_LIMIT, used.name
+    main = [k for k in built.kernels if k.counts.get("HGMMA")]
+    assert main and len(built.kernels) > len(main), "row statistics at least are apart"
+    for used in main:
+        assert 0 < used.smem <= config.smem_bytes(problem), "infeasible() would not see it coming"
+        assert used.counts.get("UTMALDG") and used.counts.get("MUFU.EX2")
+        # a product whose accumulators are touched too early makes the assembler fence every one
+        assert 0 < used.counts["WARPGROUP"] < used.counts["HGMMA"]
+        assert used.loops and all(loop.get("MUFU.EX2") for loop in used.loops)
+        assert used.registers * 128 * 3 <= 65536
+        assert used.name.startswith("cute_attn_bwd_"), "scripts/profile.py would not find it"
+    assert any(op.startswith("RED") for k in main for op in k.counts), (
+        "dQ is added up by reductions"
+    )
+    return main
+
+
+@pytest.mark.parametrize("job", TABLE, ids=job_id)
+def test_tuning_row(job):
+    counts = [used.golden() for used in check(*job)]
+    compare_golden(GOLDEN, job_id(job), counts, map(job_id, TABLE))
+
+
+@pytest.mark.parametrize("job", FEW, ids=job_id)
+def test_other_head_dims(job):
+    check(*job)
+
+
+@slow
+@pytest.mark.parametrize("job", [j for j in CLASSES if j not in FEW], ids=job_id)
+def test_every_head_dim_class(job):
+    check(*job)
+
+
+@slow
+@pytest.mark.parametrize("job", [j for j in PAIRS if j not in FEW], ids=job_id)
+def test_more_head_dims(job):
+    check(*job)
+
+
+@slow
+@pytest.mark.parametrize("job", KNOBS, ids=lambda job: f"{job_id(job)}-{job[1]}")
+def test_what_a_sweep_tries(job):
+    check(*job)
+
+
+def test_every_class_has_a_build():
+    """A head dim that the kernel takes falls into a class that one of the tests above builds."""
+    built = {job[0].static() for job in TABLE + CLASSES}
+    for d in range(8, MAX_HEAD_DIM + 1, 8):
+        for causal in (False, True):
+            problem = Problem("bf16", d, d, causal)
+            if not tuning_bwd.pick(problem).infeasible(problem):
+                tile = (problem.tile_dim, problem.tile_dim_v, causal)
+                assert any((b.tile_dim, b.tile_dim_v, b.causal) == tile for b in built), d
+
+
+def test_what_a_launch_passes(tmp_path, monkeypatch):
+    """backward.py passes ten tensors, two of scratch and two scales; the sign of the scale and the
+    sizes of a call make no other kernel."""
+    monkeypatch.setenv("CUTE_ATTN_CACHE_DIR", str(tmp_path))
+    problem = Problem("bf16", 64, 64, False, True, 2, 300, 500, 4, 2)
+    kernel = jit.get(backward.kernel_problem(problem), BwdConfig(), "sm90")
+    with pytest.raises(TypeError, match="Expects 14 parameters"):
+        kernel()
+    other = replace(problem, negative_scale=False, batch=1, seqlen_q=7)
+    assert jit.in_memory(backward.kernel_problem(other), BwdConfig(), "sm90") is kernel

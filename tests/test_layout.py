@@ -29,7 +29,7 @@ FORBIDDEN = {
     "kernels/ampere": ("torch", "cute_attn.kernels.hopper"),
     "cute_attn/problem.py": ("torch", "cutlass", "cute_attn.kernels"),
     "cute_attn/config.py": ("torch", "cutlass", "cute_attn.kernels"),
-    "cute_attn/tuning.py": ("torch", "cutlass", "cute_attn.kernels"),
+    "cute_attn/tuning": ("torch", "cutlass", "cute_attn.kernels"),
     "cute_attn/reference": ("cutlass", "cute_attn.kernels"),
     "cute_attn/autograd.py": ("cutlass", "cute_attn.kernels"),
     "cute_attn/backward.py": ("cutlass", "cute_attn.kernels"),
@@ -46,7 +46,7 @@ ALLOWED = {
     ),
     "cute_attn/problem.py": (),
     "cute_attn/config.py": ("cute_attn.problem",),
-    "cute_attn/tuning.py": ("cute_attn.problem", "cute_attn.config"),
+    "cute_attn/tuning": ("cute_attn.problem", "cute_attn.config"),
 }
 # who -> what it must not import when it is imported (inside a function is fine)
 LAZY = {
@@ -195,4 +195,5 @@ def test_public_functions_are_documented():
     tree = ast.parse((ROOT / "cute_attn" / "api.py").read_text())
     for f in tree.body:
         if isinstance(f, ast.FunctionDef) and not f.name.startswith("_"):
-            assert ast.get_docstring(f), f.name
+            overload = any(isinstance(d, ast.Name) and d.id == "overload" for d in f.decorator_list)
+            assert overload or ast.get_docstring(f), f.name

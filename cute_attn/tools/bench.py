@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from cute_attn.tools import cases as c
-from cute_attn.tools import measure, peers, records
+from cute_attn.tools import measure, passes, peers, records
 from cute_attn.tools.cases import Case
 from cute_attn.tools.peers import Implementation
 from cute_attn.tools.progress import Progress
@@ -23,6 +23,14 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m cute_attn bench",
         description="Time attention forward: device time, medians, implementations interleaved in "
         "rotating order on the same data.",
+    )
+    which = p.add_mutually_exclusive_group()
+    which.add_argument("--backward", action="store_true", help="time the backward instead")
+    which.add_argument(
+        "--fwd-bwd",
+        action="store_true",
+        help="time steps of both through autograd, host included: the wall clock of "
+        f"{measure.STEPS} in a row, from an idle GPU to an idle GPU",
     )
     p.add_argument("--impl", default="", help="ours,cudnn,fa2,fa3,fa4,sdpa (default: all but sdpa)")
     p.add_argument(
@@ -68,6 +76,10 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
+def pass_of(args: argparse.Namespace) -> str:
+    return "bwd" if args.backward else "fwd_bwd" if args.fwd_bwd else "fwd"
+
+
 def split(texts: Sequence[str]) -> list[str]:
     return [part for text in texts for part in text.split(",") if part]
 
@@ -80,8 +92,10 @@ def cells_of(args: argparse.Namespace, device: str) -> list[tuple[Case, str]]:
         raise ValueError(f"--data {unknown[0]!r}: allowed are {', '.join(c.DATA)}")
     found = c.find_cases(split(args.cases)) + [(c.parse_shape(s), "") for s in args.shape]
     if not found:
-        found = c.find_cases(["host" if args.host else "main18" if device == "cuda" else "smoke"])
-    args.host = args.host or all(case in c.CASES["host"] for case, _ in found)
+        usual = "smoke" if device != "cuda" else "step" if args.fwd_bwd else "main18"
+        found = c.find_cases(["host" if args.host else usual])
+    if not args.fwd_bwd:  # whose steps count the host's time anyway
+        args.host = args.host or all(case in c.CASES["host"] for case, _ in found)
     cells = [(case, d) for d in data for case, fixed in found if not fixed]
     return cells + [(case, fixed) for case, fixed in found if fixed]
 
@@ -89,27 +103,27 @@ def cells_of(args: argparse.Namespace, device: str) -> list[tuple[Case, str]]:
 def prepared(
     implementations: list[Implementation],
     case: Case,
-    inputs: tuple[Any, Any, Any],
+    inputs: tuple[Any, ...],
     timer: measure.Timer,
     check: bool = True,
+    which: str = "fwd",
 ) -> tuple[list[Record], dict[int, Any]]:
     """Compile, call once and compare with fp64. A record each; calls for those that work."""
-    rows = c.sample_rows(case)
-    expected = c.attention_rows(*inputs, rows, causal=case.causal) if check else None
+    errors = passes.oracle(which, case, inputs) if check else None
     found: list[Record] = []
     calls = {}
     for n, impl in enumerate(implementations):
         record: Record = {"impl": impl.label, "ours": impl.ours}
         try:
             record["config"] = impl.config_record(case)
-            call = impl.prepare(case, *inputs)
-            started = time.perf_counter()
             with impl.scope():
+                call = impl.prepare(case, *inputs)
+                started = time.perf_counter()
                 out = impl.to_output(call())
             timer.synchronize()
             record["first_call_s"] = round(time.perf_counter() - started, 3)
-            if expected is not None:
-                record |= c.errors(out, rows, expected)
+            if errors is not None:
+                record |= errors(out)
             calls[n] = call
         except Exception as error:  # a peer must not end the run
             record["error"] = f"{type(error).__name__}: {error}".splitlines()[0][:300]
@@ -125,25 +139,28 @@ def run_cell(
     tick: Callable[[float], None],
 ) -> list[Record]:
     """Records of one cell, without the environment's fields."""
-    case, data = cell
-    inputs = c.make_inputs(case, data, "cuda" if timer.gpu else "cpu", args.slope)
-    found, calls = prepared(implementations, case, inputs, timer, not args.no_check)
+    (case, data), which = cell, pass_of(args)
+    inputs = passes.make_inputs(which, case, data, "cuda" if timer.gpu else "cpu", args.slope)
+    found, calls = prepared(implementations, case, inputs, timer, not args.no_check, which)
     scopes = [implementations[n].scope for n in calls]
     if args.host:
-        unit, times = "us", timer.host(list(calls.values()), scopes, min(args.rounds, 20))
-    else:
+        # a backward is several launches, and all must fit the launch queue
+        in_a_row = measure.HOST_CALLS // (1 if which == "fwd" else 4)
         warm = list(calls.values())
+        unit, times = "us", timer.host(warm, scopes, min(args.rounds, 20), in_a_row)
+    else:
+        warm, steps = list(calls.values()), measure.STEPS if which == "fwd_bwd" else 0
         timer.rounds(warm, scopes, 2, 1.0)
-        unit, times = "ms", timer.rounds(warm, scopes, args.rounds, args.seconds, tick)
+        unit, times = "ms", timer.rounds(warm, scopes, args.rounds, args.seconds, tick, steps)
     for n, measured in zip(calls, times, strict=True):
         record = found[n]
         for q in (20, 50, 80):
             record[f"p{q}_{unit}"] = measure.quantile(measured, q / 100)
         record["rounds"] = len(measured)
         if not args.host:
-            record["tflops"] = case.flops() / record["p50_ms"] * 1e-9
+            record["tflops"] = passes.WORK[which] * case.flops() / record["p50_ms"] * 1e-9
     records.rate_against_peers(found, f"p50_{unit}")
-    shape = {"case": case.name, "problem": asdict(case), "data": data}
+    shape = {"pass": which, "case": case.name, "problem": asdict(case), "data": data}
     if data == "ramp":
         shape["slope"] = args.slope
     return [shape | record for record in found]
@@ -206,17 +223,20 @@ def main(argv: Sequence[str]) -> int:
         return 1
     if args.device == "cuda" and not torch.cuda.is_available():
         parser().error("--device cuda: torch finds no GPU; python -m cute_attn info says why")
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    names = split([args.impl]) or list(peers.DEFAULT[device])
+    if args.host and args.fwd_bwd:
+        parser().error("--host with --fwd-bwd: its steps count the host's time already")
+    device, which = args.device or ("cuda" if torch.cuda.is_available() else "cpu"), pass_of(args)
+    names = split([args.impl]) or list(peers.default(device, which))
     try:
-        implementations, cells = peers.chosen(names, args.config), cells_of(args, device)
+        implementations, cells = peers.chosen(names, args.config, which), cells_of(args, device)
     except ValueError as error:
         parser().error(str(error))
-    base = records.environment(device, ["bench", *argv])
+    base = records.environment(device, ["bench", *argv], backward=which != "fwd")
     timer, clocks = measure.Timer(device), measure.Clocks(device)
     print(f"{base['gpu'] or 'CPU'}  driver {base['driver']}  {base['versions']}")
     unit = "host time a call" if args.host else "TFLOP/s"
-    print(f"{unit}, ratio of ours to the best peer, relative error of ours against fp64")
+    what = {"fwd": "forward", "bwd": "backward", "fwd_bwd": "forward + backward, host included"}
+    print(f"{what[which]}: {unit}, ratio of ours to the best peer, error of ours against fp64")
     print(" " * 41, *(impl.label.rjust(9) for impl in implementations))
     everything: list[Record] = []
     try:

@@ -4,12 +4,13 @@ import math
 import zlib
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
-from cute_attn import tuning
-from cute_attn.config import FwdConfig
+from cute_attn import tuning, tuning_bwd
+from cute_attn.config import BwdConfig, FwdConfig
 from cute_attn.problem import DTYPES, Problem
 
+AnyConfig = TypeVar("AnyConfig", FwdConfig, BwdConfig)
 TOKENS, WIDTH = 16384, 2048  # of the standard cells: batch * seqlen and heads * head_dim
 DATA = ("normal", "ramp", "x30", "outliers")
 SLOPE = 10.0  # binades the scores of a ramp rise by over 128 keys
@@ -94,6 +95,8 @@ CASES: dict[str, tuple[Case, ...]] = {
         standard(128, 4096, True, "fp16"),
         standard(256, 4096, False, "fp16"),
     ),
+    "gqa": (Case(2, 32, 4, 8192, 8192, 128, 128, True),),  # 8 query heads a KV head
+    "step": grid((1024,)),  # for bench --fwd-bwd: where the host's part of a step is largest
     "host": (Case(1, 8, 8, 128, 128, 64, 64),),
     "smoke": (Case(1, 2, 1, 200, 333, 64, 64, True), Case(2, 4, 2, 256, 256, 128, 128)),
 }
@@ -142,11 +145,11 @@ def parse_shape(text: str) -> Case:
     return case
 
 
-def parse_config(text: str, base: FwdConfig) -> FwdConfig:
+def parse_config(text: str, base: AnyConfig) -> AnyConfig:
     """'tile_n=96,schedule=static' -> base with these fields replaced; '' or 'pick' -> base."""
     if text in ("", "pick"):
         return base
-    kinds = {f.name: f.type for f in fields(FwdConfig)}
+    kinds = {f.name: f.type for f in fields(base)}
     changes: dict[str, Any] = {}
     for part in filter(None, text.split(",")):
         key, _, value = part.partition("=")
@@ -159,13 +162,17 @@ def parse_config(text: str, base: FwdConfig) -> FwdConfig:
         else:
             kind: Any = kinds[key]
             changes[key] = kind(value)
-    if "tile_m" in changes:
+    if "tile_m" in changes and "q_slots" in kinds:
         changes.setdefault("q_slots", 0)  # its default follows tile_m
     return replace(base, **changes)
 
 
 def config_for(case: Case, text: str = "") -> FwdConfig:
     return parse_config(text, tuning.pick(case.problem()))
+
+
+def bwd_config_for(case: Case, text: str = "") -> BwdConfig:
+    return parse_config(text, tuning_bwd.pick(case.problem()))
 
 
 def make_inputs(

@@ -4,26 +4,26 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from multiprocessing import get_context
 
-from cute_attn import tuning
-from cute_attn.config import FwdConfig
+from cute_attn import tuning, tuning_bwd
+from cute_attn.compile import Config
 from cute_attn.problem import DTYPES, Problem
 from cute_attn.tools import cases as c
-from cute_attn.tools.inspect import Resources, cubin_of_object, resources
+from cute_attn.tools.inspect import Resources, cubin_of_object, main_kernel, resources
 from cute_attn.tools.progress import Progress
 
-Job = tuple[Problem, FwdConfig]
+Job = tuple[Problem, Config]
 
 
 @dataclass(frozen=True)
 class Built:
     job: Job
     seconds: float
-    resources: Resources | None = None  # None where there is no cache to read them from
+    resources: Resources | None = None  # of the main kernel; None where no cache holds it
     error: str = ""
 
 
@@ -33,6 +33,16 @@ def table_jobs(dtypes: Sequence[str] = tuple(DTYPES.values())) -> list[Job]:
         (Problem(dtype, head_dim, head_dim_v, causal), causal_config if causal else full_config)
         for dtype in dtypes
         for head_dim, head_dim_v, full_config, causal_config in tuning.FORWARD
+        for causal in (False, True)
+    ]
+
+
+def backward_jobs(dtypes: Sequence[str] = tuple(DTYPES.values())) -> list[Job]:
+    """The same for the backward."""
+    return [
+        (Problem(dtype, head_dim, head_dim_v, causal), config)
+        for dtype in dtypes
+        for head_dim, head_dim_v, config in tuning_bwd.BACKWARD
         for causal in (False, True)
     ]
 
@@ -57,7 +67,7 @@ def cached_resources(job: Job, arch: str) -> Resources | None:
     path = compile.object_path(*job, arch)
     if path is None or not path.is_file():
         return None
-    return resources(cubin_of_object(path.read_bytes()))
+    return main_kernel(resources(cubin_of_object(path.read_bytes())))
 
 
 def build_all(jobs: Sequence[Job], arch: str, workers: int) -> Iterator[Built]:
@@ -79,6 +89,7 @@ def describe(problem: Problem) -> str:
 def main(argv: Sequence[str]) -> int:
     p = argparse.ArgumentParser(prog="python -m cute_attn compile", description=__doc__)
     p.add_argument("--arch", default="sm90", help="target (%(default)s)")
+    p.add_argument("--backward", action="store_true", help="the backward's kernels instead")
     p.add_argument("--shape", action="append", default=[], metavar="b=..,hq=..,sq=..,d=..")
     p.add_argument("--cases", action="append", default=[], metavar="SET|NAME")
     p.add_argument("--dtype", default=",".join(DTYPES.values()), help="of the table's rows")
@@ -89,8 +100,10 @@ def main(argv: Sequence[str]) -> int:
         shapes = [case for case, _ in wanted] + [c.parse_shape(s) for s in args.shape]
     except ValueError as error:
         p.error(str(error))
-    jobs = [(case.problem().static(), c.config_for(case)) for case in shapes]
-    jobs = list(dict.fromkeys(jobs)) or table_jobs(args.dtype.split(","))
+    rows = backward_jobs if args.backward else table_jobs
+    pick: Callable[[c.Case], Config] = c.bwd_config_for if args.backward else c.config_for
+    jobs = [(case.problem().static(), pick(case)) for case in shapes]
+    jobs = list(dict.fromkeys(jobs)) or rows(args.dtype.split(","))
     bad = 0
     with Progress(len(jobs), "compile") as bar:
         for n, built in enumerate(build_all(jobs, args.arch, args.jobs), 1):

@@ -11,28 +11,28 @@ import struct
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from importlib import metadata
+from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
 
-from cute_attn.config import FwdConfig
+from cute_attn.compile import DSL_ARCH, Config, builder
 from cute_attn.problem import Problem
 
-DSL_ARCH = {"sm90": "sm_90a"}
 # .nv.info attributes, a 4-byte header and (symbol, value) each
 INFO_ATTRIBUTES = {0x2F: "registers", 0x11: "frame", 0x12: "min_stack"}
 FATBIN_MAGIC = b"\x50\xed\x55\xba"
 # what the committed counts hold: what the loop computes, moves and waits for
 GOLDEN_OPCODES = (
     *("HGMMA", "MUFU.EX2", "FFMA", "FMUL", "FADD", "FMNMX", "FSEL", "F2FP", "SHFL", "VOTE"),
-    *("SYNCS", "BAR", "WARPGROUP", "UTMALDG", "UTMASTG", "STL", "LDL", "TOTAL"),
+    *("SYNCS", "BAR", "WARPGROUP", "UTMALDG", "UTMASTG", "REDG", "STL", "LDL", "TOTAL"),
 )
 INSTRUCTION = re.compile(
     r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:\{\s*)?(@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)((?:\.\w+)*)(.*)$"
 )
 LABEL = re.compile(r"^(\.L_x_\d+):")
+SECTION = re.compile(r"^\.text\.(\S+):")
 TARGET = re.compile(r"^\s*(.*?)`\((\.L_x_\d+)\)")
 
 
@@ -61,41 +61,75 @@ class Resources:
 
 @dataclass(frozen=True)
 class Build:
-    """A kernel compiled to be looked at, never to be run."""
+    """Kernels compiled together to be looked at, never to be run."""
 
     ptx: str
     cubin: bytes
     ir: str
     sass: str
-    resources: Resources
+    kernels: tuple[Resources, ...]  # in launch order
+
+    @property
+    def resources(self) -> Resources:
+        """Of the kernel that does the work."""
+        return main_kernel(self.kernels)
 
 
-def build(problem: Problem, config: FwdConfig, arch: str = "sm90") -> Build:
-    """Compile for arch without a GPU. Raises what the compiler raises; ImportError without it."""
-    from cute_attn.kernels.hopper.fwd import compile_fwd
-
+def build(problem: Problem, config: Config, arch: str = "sm90") -> Build:
+    """Compile for arch without a GPU: the backward for a BwdConfig. Raises what the compiler
+    raises; ImportError without it."""
+    module, _, name = builder(config, arch).partition(":")
+    compiler: Any = getattr(import_module(module), name)
     with tempfile.TemporaryDirectory() as folder:
         keep = f"--gpu-arch {DSL_ARCH[arch]} --keep-cubin --keep-ptx --dump-dir {folder}"
-        compiled: Any = compile_fwd(problem.static(), config, options=keep)
+        compiled: Any = compiler(problem.static(), config, options=keep)
         artifacts, ir = compiled.artifacts, str(compiled.ir_module)
         cubin, ptx = bytes(artifacts.CUBIN), str(artifacts.PTX)
     sass = disassemble(cubin)
     return Build(ptx, cubin, ir, sass, resources(cubin, sass, ir))
 
 
-def resources(cubin: bytes, sass: str = "", ir: str = "") -> Resources:
-    """Of the first kernel in a cubin; without sass no counts, without ir smem is -1."""
-    name, numbers = next(iter(elf_numbers(cubin).items()))
-    smem = dynamic_smem(ir)
-    code = list(instructions(sass))
-    return Resources(
-        name,
-        numbers.get("registers", -1),
-        numbers.get("frame", -1),
-        smem[0] if smem else -1,
-        dict(count(code)),
-        tuple(dict(count(body)) for body in mma_loops(code)),
-    )
+def resources(cubin: bytes, sass: str = "", ir: str = "") -> tuple[Resources, ...]:
+    """Of each kernel in a cubin, in launch order; without sass no counts, without ir smem is -1."""
+    numbers, smem, code = elf_numbers(cubin), dynamic_smem(ir), sections(sass)
+    # subroutines, such as a division's slow path, are functions without registers of their own
+    names = sorted((n for n in numbers if "registers" in numbers[n]), key=launch_number)
+    found = []
+    for n, name in enumerate(names):
+        body = list(instructions(code.get(name, "")))
+        found.append(
+            Resources(
+                name,
+                numbers[name].get("registers", -1),
+                numbers[name].get("frame", -1),
+                smem[n] if len(smem) == len(names) else -1,
+                dict(count(body)),
+                tuple(dict(count(loop)) for loop in mma_loops(body)),
+            )
+        )
+    return tuple(found)
+
+
+def main_kernel(kernels: Sequence[Resources]) -> Resources:
+    """The one with matrix products; without counts, the one with the most registers."""
+    return max(kernels, key=lambda k: (k.counts.get("HGMMA", 0), k.registers))
+
+
+def launch_number(name: str) -> int:
+    """The compiler numbers the kernels of one function by the order of their launches."""
+    tail = name.rpartition("_")[2]
+    return int(tail) if tail.isdigit() else 0
+
+
+def sections(sass: str) -> dict[str, str]:
+    """{kernel: its part of a disassembly}."""
+    lines: dict[str, list[str]] = {}
+    here: list[str] = []
+    for line in sass.splitlines():
+        if match := SECTION.match(line):
+            here = lines.setdefault(match[1], [])
+        here.append(line)
+    return {name: "\n".join(part) for name, part in lines.items()}
 
 
 def cubin_of_object(data: bytes) -> bytes:

@@ -2,7 +2,7 @@
 
 On a GPU the time is the device's: CUDA events around one call, with a 1 GiB fill in front that
 evicts the L2 cache and keeps the queue ahead of the GPU, so that host time does not count. Without
-a GPU it is the wall clock's.
+a GPU it is the wall clock's. Steps, whose host time counts, take the wall clock's everywhere.
 """
 
 import subprocess
@@ -14,6 +14,7 @@ from typing import Any
 
 FILL_BYTES = 1 << 30
 HOST_CALLS = 200  # a sample of host time; below the depth of the launch queue
+STEPS = 20  # timed in a row: the wait for the last one's end is a small part of them
 Call = Callable[[], Any]
 Scope = Callable[[], AbstractContextManager[Any]]
 
@@ -55,16 +56,22 @@ class Timer:
         most: int,
         seconds: float,
         tick: Callable[[float], None] = lambda part: None,
+        steps: int = 0,
     ) -> list[list[float]]:
         """Milliseconds of every call: `most` rounds, or fewer when `seconds` are over, three at
-        least. tick is told the part that is done."""
+        least. tick is told the part that is done. With steps each is the mean of so many calls in
+        a row by the wall clock, from an idle GPU to an idle GPU."""
         times: list[list[float]] = [[] for _ in calls]
         if not calls:
             return times
         started = time.monotonic()
         for turn in range(most):
             places = order(len(calls), turn)
-            for i, ms in zip(places, self._round(calls, scopes, places), strict=True):
+            if steps:
+                taken = [self._in_a_row(calls[i], scopes[i], steps) for i in places]
+            else:
+                taken = self._round(calls, scopes, places)
+            for i, ms in zip(places, taken, strict=True):
                 times[i].append(ms)
             spent = time.monotonic() - started
             tick(max((turn + 1) / most, min(spent / max(seconds, 1e-9), 1.0)))
@@ -89,6 +96,15 @@ class Timer:
         self.torch.cuda.synchronize()
         return [start.elapsed_time(end) for start, end in pairs]
 
+    def _in_a_row(self, call: Call, scope: Scope, steps: int) -> float:
+        with scope():
+            self.synchronize()
+            start = time.perf_counter()
+            for _ in range(steps):
+                call()
+            self.synchronize()
+            return (time.perf_counter() - start) / steps * 1e3
+
     def _wall(self, call: Call, scope: Scope) -> float:
         with scope():
             start = time.perf_counter()
@@ -96,9 +112,13 @@ class Timer:
             return (time.perf_counter() - start) * 1e3
 
     def host(
-        self, calls: Sequence[Call], scopes: Sequence[Scope], samples: int = 20
+        self,
+        calls: Sequence[Call],
+        scopes: Sequence[Scope],
+        samples: int = 20,
+        in_a_row: int = HOST_CALLS,
     ) -> list[list[float]]:
-        """Microseconds of host time a warm call takes: samples of HOST_CALLS calls in a row with
+        """Microseconds of host time a warm call takes: samples of that many calls in a row with
         no synchronisation among them."""
         times: list[list[float]] = [[] for _ in calls]
         for turn in range(samples if calls else 0):
@@ -107,9 +127,9 @@ class Timer:
                 with scopes[i]():
                     self.synchronize()
                     start = time.perf_counter()
-                    for _ in range(HOST_CALLS):
+                    for _ in range(in_a_row):
                         call()
-                    times[i].append((time.perf_counter() - start) / HOST_CALLS * 1e6)
+                    times[i].append((time.perf_counter() - start) / in_a_row * 1e6)
                 self.synchronize()
         return times
 

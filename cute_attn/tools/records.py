@@ -55,7 +55,9 @@ def source_digest(backward: bool = False) -> str:
     package = ROOT / "cute_attn"
     kernels = package / "kernels" if (package / "kernels" / "hopper").is_dir() else ROOT / "kernels"
     files = {package / "tuning.py"} | set(kernels.rglob("*.py"))
-    if not backward:
+    if backward:
+        files.add(package / "tuning_bwd.py")
+    else:
         files = {p for p in files if not p.name.startswith("bwd")}
     digest = hashlib.sha256()
     for name, path in sorted((f"{p.parent.name}/{p.name}", p) for p in files):
@@ -63,7 +65,13 @@ def source_digest(backward: bool = False) -> str:
     return digest.hexdigest()[:16]
 
 
-def environment(device: str, command: Iterable[str]) -> Record:
+def pass_of(record: Record) -> str:
+    """What a record timed: 'fwd', which records older than the backward do not say, 'bwd', or
+    'fwd_bwd', a step of both through autograd."""
+    return str(record.get("pass", "fwd"))
+
+
+def environment(device: str, command: Iterable[str], backward: bool = False) -> Record:
     """What is the same for all records of a run of python -m cute_attn COMMAND."""
     import torch
 
@@ -78,7 +86,7 @@ def environment(device: str, command: Iterable[str]) -> Record:
         "run": f"{int(time.time())}-{os.getpid()}",
         "command": " ".join(["python -m cute_attn", *command]),
         "git": git(),
-        "source": source_digest(),
+        "source": source_digest(backward),
         "gpu": gpu,
         "driver": driver_version() if device == "cuda" else None,
         "device": device,

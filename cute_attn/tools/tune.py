@@ -13,11 +13,12 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from cute_attn import tuning
-from cute_attn.config import FwdConfig
+from cute_attn import tuning, tuning_bwd
+from cute_attn.compile import Config
+from cute_attn.config import BwdConfig, FwdConfig
 from cute_attn.problem import Problem
 from cute_attn.tools import cases as c
-from cute_attn.tools import measure
+from cute_attn.tools import measure, passes
 from cute_attn.tools.cases import Case
 from cute_attn.tools.compile import Built, build_all, describe
 from cute_attn.tools.demo import kernels_run_here
@@ -25,6 +26,7 @@ from cute_attn.tools.progress import Progress
 from cute_attn.tools.records import geometric_mean
 
 TOLERANCE = {"bf16": 8e-3, "fp16": 1e-3}  # relative error: twice what torch's SDPA has
+TOLERANCE_BWD = {"bf16": 2e-2, "fp16": 2.5e-3}  # wrong, not merely rounded otherwise
 SCREENING = 6  # rounds in which all configs take part
 
 
@@ -35,20 +37,24 @@ class Result:
     score: float  # geometric mean over the cases of the current config's time / this one's
 
 
-def config_source(config: FwdConfig) -> str:
+def config_source(config: Config) -> str:
     """The shortest expression for a config, as tuning.py writes it."""
-    default = FwdConfig(config.tile_m, config.tile_n)
+    places = (config.tile_m, config.tile_n) if isinstance(config, FwdConfig) else ()
+    default: Config = FwdConfig(*places) if isinstance(config, FwdConfig) else BwdConfig()
     named = [
         f'{f.name}="{value}"' if isinstance(value, str) else f"{f.name}={value}"
-        for f in fields(FwdConfig)[2:]
+        for f in fields(config)[len(places) :]
         if (value := getattr(config, f.name)) != getattr(default, f.name)
     ]
-    return f"FwdConfig({', '.join([str(config.tile_m), str(config.tile_n), *named])})"
+    return f"{type(config).__name__}({', '.join([*map(str, places), *named])})"
 
 
-def sort_out(problem: Problem, limit: int) -> tuple[list[FwdConfig], list[tuple[FwdConfig, str]]]:
+def sort_out(
+    problem: Problem, limit: int, backward: bool = False
+) -> tuple[list[Config], list[tuple[Config, str]]]:
     """(feasible, the table's config first; infeasible with the reason)."""
-    every = dict.fromkeys([tuning.pick(problem), *tuning.candidates(problem)])
+    table: Any = tuning_bwd if backward else tuning
+    every: dict[Config, None] = dict.fromkeys([table.pick(problem), *table.candidates(problem)])
     good, bad = [], []
     for config in every:
         why = config.infeasible(problem)
@@ -64,48 +70,52 @@ def odd_case(case: Case) -> Case:
     return replace(case, batch=2, heads_q=4, heads_kv=2, seqlen_q=333, seqlen_k=481)
 
 
-class Checker:
-    """Inputs and fp64 rows of each case, made once for all configs."""
+class Item:
+    """A case with its inputs and fp64 sample, made once for all configs."""
 
-    def __init__(self, shapes: Sequence[Case], data: str, slope: float) -> None:
-        self.items = []
-        for case in shapes:
-            inputs = c.make_inputs(case, data, "cuda", slope)
-            rows = c.sample_rows(case)
-            self.items.append(
-                (case, inputs, rows, c.attention_rows(*inputs, rows, causal=case.causal))
-            )
-
-    def wrong(self, config: FwdConfig) -> str:
-        """'' if every case is within TOLERANCE of fp64, else what is not."""
+    def __init__(self, case: Case, args: argparse.Namespace) -> None:
         import cute_attn
 
-        for case, inputs, rows, expected in self.items:
-            try:
-                out = cute_attn.fwd(*inputs, causal=case.causal, config=config)
-                found = c.errors(out, rows, expected)
-            except Exception as error:
-                return f"{type(error).__name__}: {error}".splitlines()[0]
-            if not found["finite"] or found["rel_error"] > TOLERANCE[case.dtype]:
-                return f"wrong: relative error {found['rel_error']:.1e} on {case.name}"
-        return ""
+        which = "bwd" if args.backward else "fwd"
+        self.case = case
+        self.inputs = passes.make_inputs(which, case, args.data, "cuda", args.slope)
+        self.errors = passes.oracle(which, case, self.inputs)
+        self.saved: tuple[Any, ...] = ()
+        if args.backward:
+            q, k, v, _ = self.inputs
+            self.saved = cute_attn.fwd(q, k, v, causal=case.causal, return_lse=True)
 
+    def call(self, config: Any) -> Callable[[], Any]:
+        import cute_attn
 
-def call_of(case: Case, inputs: Any, config: FwdConfig) -> Callable[[], Any]:
-    import cute_attn
+        q, k, v = self.inputs[:3]
+        causal = self.case.causal
+        if self.saved:
+            dout, (out, lse) = self.inputs[3], self.saved
+            return lambda: cute_attn.bwd(dout, q, k, v, out, lse, causal=causal, config=config)
+        return lambda: cute_attn.fwd(q, k, v, causal=causal, config=config)
 
-    return lambda: cute_attn.fwd(*inputs, causal=case.causal, config=config)
+    def wrong(self, config: Config) -> str:
+        """'' if the result is close enough to fp64, else what is not."""
+        try:
+            found = self.errors(self.call(config)())
+        except Exception as error:
+            return f"{type(error).__name__}: {error}".splitlines()[0]
+        table = TOLERANCE_BWD if self.saved else TOLERANCE
+        if found["finite"] and found["rel_error"] <= table[self.case.dtype]:
+            return ""
+        return f"wrong: relative error {found['rel_error']:.1e} on {self.case.name}"
 
 
 def time_all(
-    built: Sequence[Built], items: Sequence[Any], rounds: int, seconds: float, bar: Progress
+    built: Sequence[Built], items: Sequence[Item], rounds: int, seconds: float, bar: Progress
 ) -> list[list[float]]:
     """Median milliseconds [config][case]."""
     timer = measure.Timer("cuda")
     medians: list[list[float]] = [[] for _ in built]
     scope = nullcontext
-    for n, (case, inputs, _, _) in enumerate(items):
-        calls = [call_of(case, inputs, b.job[1]) for b in built]
+    for n, item in enumerate(items):
+        calls = [item.call(b.job[1]) for b in built]
         times = timer.rounds(calls, [scope] * len(calls), rounds, seconds, bar.step(n))
         for i, measured in enumerate(times):
             medians[i].append(measure.quantile(measured, 0.5))
@@ -124,8 +134,9 @@ def ranked(built: Sequence[Built], medians: Sequence[Sequence[float]]) -> list[R
 def table(results: Sequence[Result], shapes: Sequence[Case]) -> list[str]:
     lines = ["rank  score  " + "TFLOP/s".ljust(9 * len(shapes)) + "  regs    smem  config"]
     for n, r in enumerate(results, 1):
-        rates = [s.flops() / ms * 1e-9 for s, ms in zip(shapes, r.ms, strict=True)]
         problem, config = r.built.job
+        work = passes.WORK["fwd" if isinstance(config, FwdConfig) else "bwd"]
+        rates = [work * s.flops() / ms * 1e-9 for s, ms in zip(shapes, r.ms, strict=True)]
         used = r.built.resources
         lines.append(
             f"{n:4}  {r.score:.3f}  "
@@ -183,6 +194,7 @@ def with_row(source: str, problem: Problem, config: FwdConfig) -> str:
 
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="python -m cute_attn tune", description=__doc__)
+    p.add_argument("--backward", action="store_true", help="sweep the backward's configs instead")
     p.add_argument(
         "--shape",
         action="append",
@@ -198,7 +210,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--top", type=int, default=8, help="timed at length (%(default)s)")
     p.add_argument("--rounds", type=int, default=40, help="of those (%(default)s)")
     p.add_argument("--seconds", type=float, default=20.0, help="at most, per case and stage")
-    p.add_argument("--write", action="store_true", help="put the winner into tuning.py")
+    p.add_argument("--write", action="store_true", help="put the winner into tuning.py (forward)")
     return p
 
 
@@ -211,14 +223,18 @@ def main(argv: Sequence[str]) -> int:
         parser().error(str(error))
     if len({case.problem().static() for case in shapes}) != 1:
         parser().error("give shapes of one kernel class: same head dims, dtype and mask")
+    if args.backward and args.write:
+        parser().error("--write with --backward: a row of tuning_bwd.BACKWARD is written by hand")
     problem = shapes[0].problem()
     if not args.limit and not kernels_run_here():
         args.limit = 4
         print(f"no Hopper GPU here: {args.limit} configs are compiled (--limit), none is timed")
-    configs, skipped = sort_out(problem, args.limit)
+    configs, skipped = sort_out(problem, args.limit, args.backward)
     print(f"{describe(problem)}: {len(configs)} configs to try, {len(skipped)} infeasible")
     for config, why in skipped:
         print(f"  skipped {config_source(config)}: {why}")
+    if not configs:
+        return 1
     built = compiled(problem, configs, args.jobs)
     if not kernels_run_here():
         print("not timed: no Hopper GPU here. Compiled:")
@@ -234,16 +250,16 @@ def main(argv: Sequence[str]) -> int:
     print(*table(results, shapes), sep="\n")
     winner = results[0].built.job[1]
     print(f"winner: {config_source(winner)}, {results[0].score:.3f} of the table's config")
-    if args.write:
+    if args.write and isinstance(winner, FwdConfig):
         path = Path(tuning.__file__)
         path.write_text(with_row(path.read_text(), problem, winner))
         print(f"written to {path}; its reason goes into docs/measured.md")
     return 0
 
 
-def compiled(problem: Problem, configs: Sequence[FwdConfig], jobs: int) -> list[Built]:
+def compiled(problem: Problem, configs: Sequence[Config], jobs: int) -> list[Built]:
     """In the order of configs, without those that do not compile (they are printed)."""
-    done: dict[FwdConfig, Built] = {}
+    done: dict[Config, Built] = {}
     with Progress(len(configs), "compile") as bar:
         todo = [(problem.static(), config) for config in configs]
         for n, b in enumerate(build_all(todo, "sm90", jobs), 1):
@@ -258,12 +274,12 @@ def compiled(problem: Problem, configs: Sequence[FwdConfig], jobs: int) -> list[
 
 
 def measured(args: argparse.Namespace, shapes: list[Case], built: list[Built]) -> list[Result]:
-    checker = Checker([*shapes, odd_case(shapes[0])], args.data, args.slope)
+    items = [Item(case, args) for case in (*shapes, odd_case(shapes[0]))]
     good = []
     with Progress(len(built), "check") as bar:
         for n, b in enumerate(built):
             bar.at(n, config_source(b.job[1]))
-            why = checker.wrong(b.job[1])
+            why = next(filter(None, (item.wrong(b.job[1]) for item in items)), "")
             if why:
                 bar.clear()
                 print(f"  dropped {config_source(b.job[1])}: {why}")
@@ -271,7 +287,7 @@ def measured(args: argparse.Namespace, shapes: list[Case], built: list[Built]) -
                 good.append(b)
     if not good:
         return []
-    items = checker.items[: len(shapes)]
+    items = items[: len(shapes)]
     with Progress(len(shapes), "screen") as bar:
         first = ranked(good, time_all(good, items, SCREENING, args.seconds, bar))
     kept = [good[0]] + [r.built for r in first[: args.top] if r.built is not good[0]]
