@@ -41,7 +41,7 @@ def main(arguments: list[str]) -> int:
     options = ["-m", "gpu", "-q", "-p", "no:cacheprovider", *arguments]
     status = int(pytest.main(options, plugins=[tally]))
     record = records.environment("cuda", [])
-    record["command"] = " ".join(["python scripts/gpu_tests.py", *arguments])
+    record["command"] = records.command_line(["python scripts/gpu_tests.py", *arguments])
     record["seconds"] = round(time.time() - started, 1)
     record["outcomes"] = dict(tally.outcomes)
     record["failed"] = tally.failed

@@ -406,7 +406,7 @@ def record(
 ) -> dict[str, Any]:
     window = smoothing(args.steps)
     made = records.environment(args.device, [])
-    made["command"] = " ".join(["python scripts/train_tiny_gpt.py", *argv])
+    made["command"] = records.command_line(["python scripts/train_tiny_gpt.py", *argv])
     made["source"] = records.source_digest(backward=True)
     names = (*GPU, "seed", "compile")
     made["training"] = {name: getattr(args, name) for name in names} | {"window": window}

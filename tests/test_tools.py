@@ -260,6 +260,9 @@ def test_a_call_on_the_gpu_has_a_fill_in_front_and_events_around():
         def elapsed_time(self, end):
             return end.at - self.at
 
+        def query(self):
+            return log[self.at] == "b"  # the GPU was there before b was queued
+
     def call(name):
         return lambda: log.append(name)
 
@@ -269,7 +272,11 @@ def test_a_call_on_the_gpu_has_a_fill_in_front_and_events_around():
     timer.filler = SimpleNamespace(zero_=call("fill"))
     times = timer.rounds([call("a"), call("b")], [nullcontext] * 2, 1, 1.0)
     assert log == [*("fill", "event", "a", "event"), *("fill", "event", "b", "event"), "wait"]
-    assert times == [[2], [2]]
+    assert times == [[2], [2]] and timer.late == [0, 1]
+    log.clear()
+    timer.fills = 3
+    timer.rounds([call("a")], [nullcontext], 1, 1.0)
+    assert log == [*("fill", "fill", "fill", "event", "a", "event"), "wait"]
 
 
 def test_rounds_end_with_the_time_but_never_before_three():
@@ -531,6 +538,15 @@ def test_records_are_plain_json(tmp_path):
     records.append(path, [records.environment("cpu", ["bench"])])
     (line,) = path.read_text().splitlines()
     assert json.loads(line)["command"] == "python -m cute_attn bench"
+
+
+def test_recorded_commands_name_no_place_on_a_machine():
+    words = ["bench", "--out", "/root/out/x.jsonl", "--json=/root/y.jsonl", "--shape", "b=1,hq=2"]
+    words += ["benchmarks/z.jsonl", "/root/tests/test_a.py::test_b", "--config", "pick"]
+    assert records.environment("cpu", words)["command"] == (
+        "python -m cute_attn bench --out x.jsonl --json=y.jsonl --shape b=1,hq=2 "
+        "benchmarks/z.jsonl test_a.py::test_b --config pick"
+    )
 
 
 SANITIZER = """ran

@@ -257,11 +257,18 @@ def test_flash_attention_4_is_called_as_it_wants(monkeypatch):
     case = Case(1, 2, 1, 8, 16, 32, 32, True)
     inputs = passes.make_inputs("bwd", case, "normal", "cpu")
 
-    def backward(q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0):
-        assert (softmax_scale, causal, lse.shape) == (32**-0.5, True, (1, 2, 8))
-        return cute_attn.bwd(dout, q, k, v, out, lse, causal=causal, softmax_scale=softmax_scale)
+    saved = []
 
-    interface = SimpleNamespace(_flash_attn_bwd=backward)
+    def forward(q, k, v, *, causal, return_lse):
+        saved[:] = cute_attn.fwd(q, k, v, causal=causal, return_lse=return_lse)
+        return (*saved, None, None, None)
+
+    def backward(q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0):
+        assert (softmax_scale, causal, lse.shape) == (None, True, (1, 2, 8))
+        assert out is saved[0] and lse is saved[1], "of its own forward"
+        return cute_attn.bwd(dout, q, k, v, out, lse, causal=causal)
+
+    interface = SimpleNamespace(_flash_attn_bwd=backward, _flash_attn_fwd=forward)
     monkeypatch.setattr(peers, "import_module", lambda name: interface)
     impl = peers.PEERS_OF["bwd"]["fa4"]
     errors = passes.oracle("bwd", case, inputs)

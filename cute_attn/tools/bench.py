@@ -21,8 +21,8 @@ SMALL = 50.0  # TFLOP/s below which a time says more than a rate
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="python -m cute_attn bench",
-        description="Time attention forward: device time, medians, implementations interleaved in "
-        "rotating order on the same data.",
+        description="Time attention, the forward by default: device time, medians, implementations "
+        "interleaved in rotating order on the same data.",
     )
     which = p.add_mutually_exclusive_group()
     which.add_argument("--backward", action="store_true", help="time the backward instead")
@@ -150,13 +150,16 @@ def run_cell(
         unit, times = "us", timer.host(warm, scopes, min(args.rounds, 20), in_a_row)
     else:
         warm, steps = list(calls.values()), measure.STEPS if which == "fwd_bwd" else 0
+        timer.fills = measure.FILLS if which == "fwd" else measure.FILLS_BACKWARD
         timer.rounds(warm, scopes, 2, 1.0)
         unit, times = "ms", timer.rounds(warm, scopes, args.rounds, args.seconds, tick, steps)
-    for n, measured in zip(calls, times, strict=True):
+    for at, (n, measured) in enumerate(zip(calls, times, strict=True)):
         record = found[n]
         for q in (20, 50, 80):
             record[f"p{q}_{unit}"] = measure.quantile(measured, q / 100)
         record["rounds"] = len(measured)
+        if not args.host and timer.late[at]:
+            record["late"] = timer.late[at]  # rounds whose time may hold host time
         if not args.host:
             record["tflops"] = passes.WORK[which] * case.flops() / record["p50_ms"] * 1e-9
     records.rate_against_peers(found, f"p50_{unit}")
@@ -200,6 +203,11 @@ def summary(found: list[Record]) -> list[str]:
         lines.append(
             f"{label} on {data}: geometric mean {mean:.3f} of the best peer over "
             f"{len(rated)} of {len(mine)} cells, least {least['ratio']:.3f} ({least['case']})"
+        )
+    for r in (r for r in found if "late" in r):
+        lines.append(
+            f"{r['impl']} on {r['case']}: in {r['late']} of {r['rounds']} rounds the GPU was there "
+            "before the last launch was queued, and host time may count"
         )
     failed: dict[tuple[str, str], list[str]] = {}
     for r in found:

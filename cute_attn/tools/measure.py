@@ -1,8 +1,10 @@
 """How calls are timed: interleaved, in rotating order, one event pair a call.
 
-On a GPU the time is the device's: CUDA events around one call, with a 1 GiB fill in front that
-evicts the L2 cache and keeps the queue ahead of the GPU, so that host time does not count. Without
-a GPU it is the wall clock's. Steps, whose host time counts, take the wall clock's everywhere.
+On a GPU the time is the device's: CUDA events around one call, with 1 GiB fills in front that
+evict the L2 cache and keep the queue ahead of the GPU, so that host time does not count. Where the
+GPU was there before the last launch was queued it may have counted: Timer.late says how often.
+Without a GPU it is the wall clock's. Steps, whose host time counts, take the wall clock's
+everywhere.
 """
 
 import subprocess
@@ -13,6 +15,8 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 FILL_BYTES = 1 << 30
+FILLS = 1  # 0.3 ms on an H200, above the host time of a forward
+FILLS_BACKWARD = 4  # several launches, some through autograd or with tens of arguments in Python
 HOST_CALLS = 200  # a sample of host time; below the depth of the launch queue
 STEPS = 20  # timed in a row: the wait for the last one's end is a small part of them
 Call = Callable[[], Any]
@@ -42,6 +46,8 @@ class Timer:
         import torch
 
         self.torch, self.gpu = torch, device == "cuda"
+        self.fills = FILLS
+        self.late: list[int] = []  # of the last rounds, for each call
         if self.gpu:
             self.filler = torch.empty(FILL_BYTES, dtype=torch.uint8, device=device)
 
@@ -62,6 +68,7 @@ class Timer:
         least. tick is told the part that is done. With steps each is the mean of so many calls in
         a row by the wall clock, from an idle GPU to an idle GPU."""
         times: list[list[float]] = [[] for _ in calls]
+        self.late = [0] * len(calls)
         if not calls:
             return times
         started = time.monotonic()
@@ -88,10 +95,12 @@ class Timer:
         for i in places:
             start, end = (self.torch.cuda.Event(enable_timing=True) for _ in range(2))
             with scopes[i]():
-                self.filler.zero_()
+                for _ in range(self.fills):
+                    self.filler.zero_()
                 start.record()
                 calls[i]()
                 end.record()
+                self.late[i] += start.query()
             pairs.append((start, end))
         self.torch.cuda.synchronize()
         return [start.elapsed_time(end) for start, end in pairs]

@@ -158,12 +158,10 @@ def _flash_attn(label: str, modules: tuple[str, ...]) -> Implementation:
 
 def _flash_attn_4_backward() -> Implementation:
     def prepare(case: Case, q: Any, k: Any, v: Any, dout: Any) -> Call:
-        import cute_attn
-
-        call = import_module("flash_attn.cute.interface")._flash_attn_bwd
-        out, lse = cute_attn.fwd(q, k, v, causal=case.causal, return_lse=True)  # as good as its own
-        scale = case.head_dim**-0.5
-        return lambda: call(q, k, v, out, dout, lse, softmax_scale=scale, causal=case.causal)
+        interface = import_module("flash_attn.cute.interface")
+        out, lse, *_ = interface._flash_attn_fwd(q, k, v, causal=case.causal, return_lse=True)
+        call = interface._flash_attn_bwd  # what its autograd function calls, without autograd
+        return lambda: call(q, k, v, out, dout, lse, causal=case.causal)
 
     return Implementation("fa4", prepare, lambda result: tuple(result[:3]))
 

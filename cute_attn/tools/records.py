@@ -71,6 +71,16 @@ def pass_of(record: Record) -> str:
     return str(record.get("pass", "fwd"))
 
 
+def command_line(words: Iterable[str]) -> str:
+    """A command as records hold it: of an absolute path, which says something of one machine only,
+    the last part."""
+    shown = []
+    for word in words:
+        option, equals, value = word.partition("=") if word.startswith("-") else ("", "", word)
+        shown.append(option + equals + (Path(value).name if Path(value).is_absolute() else value))
+    return " ".join(shown)
+
+
 def environment(device: str, command: Iterable[str], backward: bool = False) -> Record:
     """What is the same for all records of a run of python -m cute_attn COMMAND."""
     import torch
@@ -84,7 +94,7 @@ def environment(device: str, command: Iterable[str], backward: bool = False) -> 
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "run": f"{int(time.time())}-{os.getpid()}",
-        "command": " ".join(["python -m cute_attn", *command]),
+        "command": command_line(["python -m cute_attn", *command]),
         "git": git(),
         "source": source_digest(backward),
         "gpu": gpu,
