@@ -28,10 +28,7 @@ class FwdConfig:
     l2_mb: int = 32  # causal: megabytes of K and V of the heads worked on together
 
     def __post_init__(self) -> None:
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if type(value) is not f.type:
-                raise TypeError(f"config.{f.name} is {value!r}: {f.type} is wanted")
+        _check_types(self)
         for name, allowed in (
             ("tile_m", (64, 128, 192)),
             ("tile_n", range(16, 257, 16)),
@@ -40,9 +37,7 @@ class FwdConfig:
             ("schedule", SCHEDULES),
             ("l2_mb", range(1, 1025)),
         ):
-            if getattr(self, name) not in allowed:
-                value = getattr(self, name)
-                raise ValueError(f"config.{name} is {value!r}: allowed are {_listed(allowed)}")
+            _check_allowed(self, name, allowed)
         if not self.warpgroups <= self.q_ring <= 16:
             raise ValueError(
                 f"config.q_slots is {self.q_slots}: allowed are 0 and {self.warpgroups} "
@@ -132,6 +127,14 @@ class BwdConfig:
     ds_slots: int = 4  # a warpgroup may write two blocks past the one that the other still reads
     warpgroups: int = 2  # of 64 keys each; above 128 columns, of half the columns of 64 keys
 
+    def __post_init__(self) -> None:
+        _check_types(self)
+        # One stage or three slots would be overwritten while they are read; two warpgroups are what
+        # the kernels divide dQ, registers and the wide kernel's queries by.
+        _check_allowed(self, "stages", range(2, 9))
+        _check_allowed(self, "ds_slots", range(4, 9))
+        _check_allowed(self, "warpgroups", (2,))
+
     def wide(self, problem: Problem) -> bool:
         """Whether the kernel for head dims above 128 is wanted."""
         return max(problem.tile_dim, problem.tile_dim_v) > 128
@@ -167,6 +170,21 @@ class BwdConfig:
         if smem > SMEM_LIMIT:
             return f"shared memory {smem} bytes > {SMEM_LIMIT}"
         return ""
+
+
+def _check_types(config: "FwdConfig | BwdConfig") -> None:
+    for f in fields(config):
+        value = getattr(config, f.name)
+        if type(value) is not f.type:
+            raise TypeError(f"config.{f.name} is {value!r}: {f.type} is wanted")
+
+
+def _check_allowed(
+    config: "FwdConfig | BwdConfig", name: str, allowed: "range | tuple[object, ...]"
+) -> None:
+    value = getattr(config, name)
+    if value not in allowed:
+        raise ValueError(f"config.{name} is {value!r}: allowed are {_listed(allowed)}")
 
 
 def _listed(allowed: "range | tuple[object, ...]") -> str:

@@ -123,7 +123,7 @@ def forward(
         _refuse_tangents(q, k, v)
     if _grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         raise NotImplementedError(
-            "q, k or v requires grad and fwd has no backward: call flash_attn_func, which is "
+            "q, k or v requires grad and fwd records no gradients: call flash_attn_func, which is "
             "differentiable, or fwd under torch.no_grad() or on detached tensors"
         )
     direct = out is not None and _check_out(out, plan, q, k, v)
@@ -441,7 +441,7 @@ def _check_out(out: Tensor, plan: Plan, q: Tensor, k: Tensor, v: Tensor) -> bool
     if out.device != plan.device:
         raise ValueError(f"out.device is {out.device}: it must be q.device, {plan.device}")
     if out.requires_grad and _grad_enabled():
-        raise NotImplementedError("out requires grad and fwd has no backward: detach it")
+        raise NotImplementedError("out requires grad and fwd records no gradients: detach it")
     stride, extent, storable_stride = plan.out_layout
     if out.stride() != stride:
         if any(size > 1 and stride == 0 for size, stride in zip(out.shape, out.stride())):

@@ -17,7 +17,7 @@ BACKWARD: tuple[tuple[int, int, BwdConfig], ...] = (
     (256, 256, BwdConfig()),
 )
 
-# What a sweep tries; of fewer slots a warpgroup could overwrite one that the other still reads.
+# What a sweep tries.
 SPACE: dict[str, tuple[int, ...]] = {"stages": (2, 3), "ds_slots": (4, 6)}
 
 

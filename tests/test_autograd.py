@@ -281,7 +281,7 @@ def test_devices_that_nothing_runs(grad):
 
 
 def test_fwd_names_the_differentiable_call():
-    with pytest.raises(NotImplementedError, match="fwd has no backward: call flash_attn_func"):
+    with pytest.raises(NotImplementedError, match="fwd records no gradients: call flash_attn_func"):
         cute_attn.fwd(*leaves(1, 4, 4, 1, 16))
 
 

@@ -1,10 +1,10 @@
-"""FwdConfig: what it refuses, and why a config cannot serve a problem."""
+"""FwdConfig and BwdConfig: what they refuse, and why one cannot serve a problem."""
 
 from dataclasses import replace
 
 import pytest
 
-from cute_attn import tuning
+from cute_attn import tuning, tuning_bwd
 from cute_attn.config import SMEM_LIMIT, BwdConfig, FwdConfig
 from cute_attn.problem import Problem
 
@@ -52,6 +52,36 @@ def test_limits():
     assert str(SMEM_LIMIT) in FwdConfig(128, 128).infeasible(wide)
     assert "registers" in FwdConfig(192, 64, 1, q_slots=3).infeasible(wide)
     assert FwdConfig(128, 64, q_slots=3).infeasible(wide) == ""
+
+
+@pytest.mark.parametrize(
+    "field, value, allowed",
+    [
+        ("stages", 1, "2 to 8"),
+        ("stages", 9, "2 to 8"),
+        ("ds_slots", 3, "4 to 8"),
+        ("ds_slots", 0, "4 to 8"),
+        ("warpgroups", 1, "2"),
+        ("warpgroups", 3, "2"),
+    ],
+)
+def test_value_that_the_backward_does_not_allow(field, value, allowed):
+    """What would race or hang, not be slow."""
+    with pytest.raises(ValueError, match=f"config.{field} is {value}: allowed are {allowed}$"):
+        BwdConfig(**{field: value})
+    with pytest.raises(ValueError, match=f"config.{field}"):
+        replace(BwdConfig(), **{field: value})
+
+
+@pytest.mark.parametrize("field, value", [("stages", 2.0), ("ds_slots", True), ("warpgroups", "2")])
+def test_value_of_the_wrong_type_in_the_backward(field, value):
+    with pytest.raises(TypeError, match=f"config.{field} is {value!r}.*wanted"):
+        BwdConfig(**{field: value})
+
+
+def test_every_config_of_the_backward_that_a_sweep_tries_is_allowed():
+    for dims in ((64, 64), (128, 128), (192, 128), (256, 256)):
+        assert len(list(tuning_bwd.candidates(Problem("bf16", *dims)))) >= 2
 
 
 def test_tiles_of_the_backward():
