@@ -2,6 +2,8 @@
 
 python scripts/gpu_tests.py                     # all of them
 python scripts/gpu_tests.py tests/test_forward.py -x
+
+Their kernels are compiled first, from all cores (tests/ahead.py).
 """
 
 import sys

@@ -38,6 +38,27 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
+def pytest_collection_finish(session):
+    """On a GPU, the kernels of the chosen tests from all cores: one after another takes minutes."""
+    gpu = any("gpu" in item.keywords for item in session.items)
+    if gpu and not session.config.option.collectonly and not _why_no_gpu() and not _why_no_dsl():
+        import ahead
+
+        try:
+            session.config.ready = ahead.compile_ahead(session.items)
+        except RuntimeError as error:
+            pytest.exit(str(error), returncode=1)
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """What had to be compiled one after another all the same."""
+    if getattr(config, "ready", None):
+        import ahead
+
+        for line in ahead.left_out(config.ready):
+            terminalreporter.write_line(f"not among the jobs of tests/ahead.py: {line}")
+
+
 @pytest.fixture
 def stand_in(monkeypatch):
     """CPU tensors take the device path; a stand-in for the kernel records what reaches it."""

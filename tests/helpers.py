@@ -1,15 +1,10 @@
 """Shared by the tests: what the answer is, how far from it a result may be, and inputs.
 
-GPU tests compile one kernel per class (dtype, head_dim rounded up to 16, head_dim_v to 32, causal,
-sign of the scale), about 4 s each, so they share few classes: the sweep over all head dims
-(sweep_causal), both masks for head dims 64, 128 and 256, and the pairs of test_head_dim_v.
+GPU tests share few kernels, each of which takes seconds to compile: tests/ahead.py has them.
 """
 
 import math
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -240,44 +235,3 @@ class Watch(TorchDispatchMode):
         name = func.overloadpacket.__name__
         self.count[name] = self.count.get(name, 0) + 1
         return result
-
-
-def gpu_classes():
-    """(dtype, head_dim, head_dim_v, causal, softmax_scale, few queries) of every kernel the GPU
-    tests use."""
-    full = [(192, 128), (64, 128), (64, 256)]
-    masked = [(192, 128), (128, 64), (40, 96), (256, 64), (8, 256)]
-    classes = {(t, d, d, sweep_causal(t, d), None) for t in (BF16, FP16) for d in HEAD_DIMS[1::2]}
-    classes |= {(t, d, d, c, None) for t in (BF16, FP16) for d in (64, 128, 256) for c in (0, 1)}
-    classes |= {(BF16, *dims, c, None) for c in (0, 1) for dims in (full, masked)[c]}
-    classes |= {(BF16, 64, 64, c, -1.0) for c in (0, 1)}
-    few = [(BF16, 64), (BF16, 128), (BF16, 256), (FP16, 128)]
-    classes = {(*c, False) for c in classes} | {
-        (t, d, d, c, None, True) for t, d in few for c in (0, 1)
-    }
-    return sorted(((str(t), d, dv, bool(c), s, few) for t, d, dv, c, s, few in classes), key=str)
-
-
-def compile_ahead(processes):
-    """Fill the disk cache for the GPU tests from several processes: the compiler takes one thread
-    and about 4 s a kernel."""
-    script = (
-        "import sys, cute_attn\n"
-        "from cute_attn import tuning\n"
-        "from cute_attn.problem import Problem\n"
-        "for t, d, dv, causal, scale, few in eval(sys.argv[1]):\n"
-        "    keys = 2**16 if few else 1\n"
-        "    p = Problem('bf16', d, dv, causal, seqlen_q=1, seqlen_k=keys, heads_q=1)\n"
-        "    cute_attn.warmup(d, dv, dtype=t, causal=causal, softmax_scale=scale, arch='sm90',\n"
-        "                     config=tuning.pick(p))\n"
-    )
-    classes = gpu_classes()
-    paths = [str(Path(cute_attn.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    running = [
-        subprocess.Popen([sys.executable, "-c", script, repr(part)], env=environment)
-        for part in (classes[i::processes] for i in range(processes))
-        if part
-    ]
-    failed = [process for process in running if process.wait()]
-    assert not failed, f"{len(failed)} of {len(running)} warm-ups failed"

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import os
 import random
 
 import pytest
@@ -15,7 +14,6 @@ from helpers import (
     check,
     climb,
     close,
-    compile_ahead,
     errors,
     qkv,
     ramp,
@@ -35,12 +33,6 @@ pytestmark = pytest.mark.parametrize("device", DEVICES)
 both_masks = pytest.mark.parametrize("causal", [False, True])
 NAN, INF = math.nan, math.inf
 EDGES = [1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 257]
-
-
-@pytest.fixture(scope="session", autouse=True)
-def compiled_ahead(request):
-    if torch.cuda.is_available() and sum("gpu" in i.keywords for i in request.session.items) > 20:
-        compile_ahead(min(16, os.cpu_count()))
 
 
 def fwd(q, k, v, **options):

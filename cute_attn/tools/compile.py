@@ -27,6 +27,9 @@ class Built:
     error: str = ""
 
 
+Builder = Callable[[Job, str], Built]
+
+
 def table_jobs(dtypes: Sequence[str] = tuple(DTYPES.values())) -> list[Job]:
     """Every row of the tuning table for every dtype, both masks."""
     return [
@@ -70,8 +73,11 @@ def cached_resources(job: Job, arch: str) -> Resources | None:
     return main_kernel(resources(cubin_of_object(path.read_bytes())))
 
 
-def build_all(jobs: Sequence[Job], arch: str, workers: int) -> Iterator[Built]:
-    """As they get ready. Processes, because the compiler is not thread-safe."""
+def build_all(
+    jobs: Sequence[Job], arch: str, workers: int, build: Builder = build
+) -> Iterator[Built]:
+    """As they get ready. Processes, because the compiler is not thread-safe. Raises
+    BrokenProcessPool if one dies."""
     if workers <= 1 or len(jobs) <= 1:
         yield from (build(job, arch) for job in jobs)
         return
@@ -79,6 +85,31 @@ def build_all(jobs: Sequence[Job], arch: str, workers: int) -> Iterator[Built]:
     with ProcessPoolExecutor(min(workers, len(jobs)), mp_context=context) as pool:
         for future in as_completed([pool.submit(build, job, arch) for job in jobs]):
             yield future.result()
+
+
+def build_ahead(
+    jobs: Sequence[Job], workers: int = 0, arch: str = "sm90", build: Builder = build
+) -> None:
+    """Fill the disk cache from many processes, by default one a core, before something that would
+    compile one kernel after another. Raises RuntimeError if a kernel is not there afterwards."""
+    from cute_attn import compile
+
+    todo = [job for job in dict.fromkeys(jobs) if compile.state(*job, arch) != "on disk"]
+    workers = max(1, min(workers or os.cpu_count() or 1, len(todo)))
+    say(f"{len(jobs)} kernels, {len(todo)} to compile by {workers} processes")
+    started, failed = time.perf_counter(), []
+    with Progress(len(todo), "compile") as bar:
+        for n, built in enumerate(build_all(todo, arch, workers, build), 1):
+            bar.at(n, describe(built.job[0]))
+            if built.error or built.resources is None:
+                failed.append(f"{describe(built.job[0])}: {built.error or 'not kept on disk'}")
+    if failed:
+        raise RuntimeError("\n".join([f"{len(failed)} kernels are not ready:", *failed]))
+    say(f"ready after {time.perf_counter() - started:.0f} s")
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def describe(problem: Problem) -> str:
