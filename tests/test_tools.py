@@ -570,11 +570,7 @@ SANITIZER = """ran
     ],
 )
 def test_sanitizer_reports_are_found_in_our_kernels_alone(report):
-    sys.path.insert(0, str(ROOT / "scripts"))
-    try:
-        from sanitize import findings
-    finally:
-        sys.path.pop(0)
+    findings = script("sanitize").findings
     for kernel in (
         "cute_attn_fwd_sm90_bf16_d64_0",
         "cute_attn_bwd_1",
