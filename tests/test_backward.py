@@ -189,6 +189,13 @@ def test_many_small_sequences(device, causal):
     run(*qkv(70, 33, 45, (4, 2), 64, device=device), causal=causal)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch, heads", [(70000, 1), (1, 70000)])
+def test_more_sequences_or_heads_than_a_grid_has_rows(batch, heads):
+    """The second and third extent of a grid end at 65,535."""
+    run(*qkv(batch, 8, 8, heads, 64, device="cuda"))
+
+
 @each_device
 @both_masks
 @pytest.mark.parametrize("batch, seqlen_q, seqlen_k", [(0, 5, 5), (2, 0, 5), (2, 5, 0), (2, 0, 0)])
