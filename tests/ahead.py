@@ -25,6 +25,7 @@ def classes():
     found |= {(t, d, d, c) for t in (BF16, FP16) for d in (64, 128) for c in (False, True)}
     found |= {(BF16, *dims, c) for dims in (*PAIRS, (256, 256), (16, 16)) for c in (False, True)}
     found |= {(FP16, 64, 128, c) for c in (False, True)}
+    found |= {(BF16, d, 128, False) for d in (144, 160, 176)}
     return found | {(FP16, 16, 16, False), (BF16, 32, 32, False)}
 
 

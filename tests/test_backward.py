@@ -396,61 +396,6 @@ def test_out_and_lse_of_any_strides(device):
         assert all(torch.equal(a, b) for a, b in zip(got, want))
 
 
-# ---- bugs that users of other libraries reported, by issue number: see test_public_reports.py ----
-
-
-@each_device
-def test_fa_334_one_query_one_key(device):
-    q, k, v = (3 * rand((1, 1, 1, 16), FP16, device, seed=i) for i in range(3))
-    dout = torch.ones_like(q)
-    dq, dk, dv = run(q, k, v, dout)
-    close(dq, torch.zeros_like(dq), 2.0**-10 * 16 * 30)  # D is off by the rounding of out only
-    assert torch.equal(dv, dout) and dk.isfinite().all()
-
-
-@each_device
-def test_cf_160_outlier_channel(device):
-    q, k = (rand((1, 2, 1, 8), device=device, seed=i) for i in range(2))
-    q[0, :, 0, 4] = torch.tensor([2.4844, -4.25])
-    k[0, :, 0, 4] = torch.tensor([70.0, 70.5])
-    run(q, k, rand((1, 2, 1, 8), device=device, seed=2), rand((1, 2, 1, 8), device=device) * 1e-8)
-
-
-@each_device
-def test_fa_41_constant_huge_activations(device):
-    """An LSE of 5.7e6 is off by up to a quarter in fp32, and P = e^(S - LSE) by e^0.25."""
-    x = torch.full((2, 512, 4, 32), 1000.0, dtype=BF16, device=device)
-    run(x, x, x)
-    *_, dv = run(x, x, x, torch.ones_like(x))
-    assert ((dv > math.exp(-0.26)) & (dv < math.exp(0.26))).all()
-
-
-@each_device
-@pytest.mark.parametrize("seqlen", [128, 130, 257])
-def test_fa_1052_three_sigma_and_fa_1915_masks(device, seqlen):
-    inputs = [3 * t for t in qkv(1, seqlen, seqlen, (4, 4), 128, dtype=FP16, device=device)]
-    run(*inputs, causal=True)
-
-
-@each_device
-@pytest.mark.parametrize("dim", [64, 128])
-def test_flaggems_898_first_rows_of_later_heads(device, dim):
-    for heads in (4, (4, 2)):
-        run(*qkv(1, 100, 100, heads, dim, device=device))
-
-
-@each_device
-def test_pt_138529_one_query_many_keys_and_an_expanded_dout(device):
-    q, k, v = qkv(1, 1, 65536 if device == "cuda" else 4096, 16, 64, device=device)
-    run(q, k, v, torch.ones((), dtype=BF16, device=device).expand(1, 1, 16, 64))
-
-
-@each_device
-def test_fa_2260_many_short_rows(device):
-    q, k, v = qkv(8300 if device == "cuda" else 500, 1, 1, 16, 128, device=device)
-    run(q, k, v, torch.ones((), dtype=BF16, device=device).expand(q.shape))
-
-
 # ---- errors -------------------------------------------------------------------------------------
 
 
