@@ -69,5 +69,9 @@ def left_out(jobs):
     """Lines about kernels that this process has loaded and that were not among the jobs. Configs
     that a test names are its own matter."""
     known = {(*job, "sm90") for job in jobs}
-    usual = [key for key in jit._memory if key[1] in (tuning.pick(key[0]), tuning_bwd.pick(key[0]))]
-    return [describe(p) + f" {type(c).__name__}" for p, c, a in usual if (p, c, a) not in known]
+    return [
+        f"{describe(problem)} {type(config).__name__}"
+        for problem, config, arch in jit._memory
+        if (problem, config, arch) not in known
+        and config in (tuning.pick(problem), tuning.split(problem), tuning_bwd.pick(problem))
+    ]

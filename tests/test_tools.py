@@ -549,6 +549,13 @@ def test_recorded_commands_name_no_place_on_a_machine():
     )
 
 
+def test_recorded_errors_name_no_place_on_a_machine():
+    text = "cannot import name 'f' from 'm' (/root/venv/lib/m.py), see https://a.b/c/d or b/c: 1/2"
+    assert records.error_line(ImportError(text + "\nmore")) == (
+        "ImportError: cannot import name 'f' from 'm' (m.py), see https://a.b/c/d or b/c: 1/2"
+    )
+
+
 SANITIZER = """ran
 ========= COMPUTE-SANITIZER
 ========= Program hit cudaErrorInvalidValue (error 1) on CUDA API call to cudaGetSymbol.

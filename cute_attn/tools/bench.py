@@ -126,7 +126,7 @@ def prepared(
                 record |= errors(out)
             calls[n] = call
         except Exception as error:  # a peer must not end the run
-            record["error"] = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+            record["error"] = records.error_line(error)
         found.append(record)
     return found, calls
 

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import platform
+import re
 import subprocess
 import time
 from collections.abc import Iterable
@@ -79,6 +80,12 @@ def command_line(words: Iterable[str]) -> str:
         option, equals, value = word.partition("=") if word.startswith("-") else ("", "", word)
         shown.append(option + equals + (Path(value).name if Path(value).is_absolute() else value))
     return " ".join(shown)
+
+
+def error_line(error: Exception) -> str:
+    """The first line of what went wrong, files without their folders."""
+    text = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+    return re.sub(r"(?<![\w/:.])(?:/[\w.+@-]+)+/", "", text)
 
 
 def environment(device: str, command: Iterable[str], backward: bool = False) -> Record:
