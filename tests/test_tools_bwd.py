@@ -21,7 +21,7 @@ from cute_attn.__main__ import main as run  # noqa: E402
 from cute_attn.config import BwdConfig, FwdConfig  # noqa: E402
 from cute_attn.problem import Problem  # noqa: E402
 from cute_attn.reference_backward import attention_backward  # noqa: E402
-from cute_attn.tools import cases, demo, inspect, measure, passes, peers, records, tune  # noqa: E402
+from cute_attn.tools import bench, cases, demo, inspect, measure, passes, peers, records, tune  # noqa: E402
 from cute_attn.tools.cases import Case  # noqa: E402
 from cute_attn.tools.compile import Built, backward_jobs  # noqa: E402
 
@@ -273,6 +273,19 @@ def test_flash_attention_4_is_called_as_it_wants(monkeypatch):
     impl = peers.PEERS_OF["bwd"]["fa4"]
     errors = passes.oracle("bwd", case, inputs)
     assert errors(impl.to_output(impl.prepare(case, *inputs)()))["rel_error"] < 1e-2
+
+
+def test_a_peer_that_is_wrong_is_pointed_at():
+    """Its time counts as a peer's, against us, and whoever reads the row must know."""
+    found = [
+        {"impl": impl, "ours": impl == "ours", "rel_error": error, "finite": True, "tflops": 99.0}
+        | {"case": "d64", "data": "normal", "p50_ms": 1.0}
+        for impl, error in (("ours", 2e-3), ("fa2", 5e-3), ("fa4", 0.4))
+    ]
+    shown = bench.row(found)
+    assert "fa4 WRONG 4e-01" in shown and "fa2" not in shown and "ours" not in shown
+    assert "WRONG" not in bench.row([{"error": "x", "impl": "fa4", "ours": False} | {
+        "case": "d64", "data": "normal"}])  # fmt: skip
 
 
 # the commands

@@ -15,6 +15,7 @@ from cute_attn.tools.peers import Implementation
 from cute_attn.tools.progress import Progress
 from cute_attn.tools.records import Record
 
+FAR_OFF = 10.0  # times the best one's error: not roundings, and its time says little
 SMALL = 50.0  # TFLOP/s below which a time says more than a rate
 
 
@@ -186,6 +187,9 @@ def row(found: list[Record]) -> str:
     best = next((r["best_peer"] for r in found if "best_peer" in r), "-")
     wrong = [f"{r['rel_error']:.1e}" for r in ours if "rel_error" in r]
     notes = [f"{r['impl']} NOT FINITE" for r in found if r.get("finite") is False]
+    checked = [r for r in found if "rel_error" in r]
+    bar = FAR_OFF * min((r["rel_error"] for r in checked), default=0.0)
+    notes += [f"{r['impl']} WRONG {r['rel_error']:.0e}" for r in checked if r["rel_error"] > bar]
     parts = [f"{found[0]['case']:32} {found[0]['data']:8}", *texts, "  " + " ".join(ratios)]
     return " ".join([*parts, f"of {best:6}", " ".join(wrong), *notes])
 
