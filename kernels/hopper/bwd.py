@@ -158,9 +158,12 @@ class BackwardSm90:
         dq = reordered(partial_dq, [3, 2, 1, 0])
         mmas = self.mmas()
         shape = self.shape(mQ, mK, dq.shape[1])
-        per_block = (shape.m_blocks, mQ.shape[2], mQ.shape[3])
+        blocks = shape.m_blocks * mQ.shape[2] * mQ.shape[3]
         bwd_rows.row_statistics(cfg, mO, mdO, mLSE, mdLSE, lse, delta, dq, score_scale).launch(
-            grid=per_block, block=(32 * bwd_rows.WARPS, 1, 1), stream=stream
+            grid=(blocks * bwd_rows.statistics_ctas(cfg), 1, 1),
+            block=(bwd_rows.THREADS, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=1,  # else the assembler saves registers and waits row by row
         )
         x = Inputs(
             *self.operands(mQ, mK, mV, mdO, mdK, mdV),
@@ -176,6 +179,7 @@ class BackwardSm90:
             stream=stream,
             min_blocks_per_mp=1,
         )
+        per_block = (shape.m_blocks, mQ.shape[2], mQ.shape[3])
         bwd_rows.finish_dq(cfg, mmas.dq, dq, mdQ, softmax_scale).launch(
             grid=per_block, block=(128 * cfg.warpgroups, 1, 1), stream=stream
         )

@@ -1,5 +1,7 @@
 """What surrounds the backward's main kernel: row statistics before, dQ in 16 bits after."""
 
+from typing import NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
@@ -7,8 +9,35 @@ from cutlass import Float32, Int32
 from cute_attn.kernels.common.layout import acc_as_rows
 from cute_attn.kernels.common.merge import pair_at
 
-WARPS = 4
-VECTOR = 8  # elements a lane reads at a time
+WARPS = 8
+THREADS = 32 * WARPS
+VECTOR = 8  # elements of 16 bits that a thread reads or writes at a time
+IN_FLIGHT = 4  # rows of which a thread reads a vector before it waits for one
+
+
+@cute.jit
+def place(parts: cute.Tensor, per_block: cutlass.Constexpr[int]):
+    """(which of a block's CTAs, block, head, batch). Heads come first, since a row's heads are
+    mostly next to each other in memory; in one dimension, since others end at 65,535."""
+    blocks, heads, index = parts.shape[1], parts.shape[2], cute.arch.block_idx()[0]
+    item = index // per_block
+    rest = item // heads
+    batch = rest // blocks
+    return index % per_block, rest - batch * blocks, item - rest * heads, batch
+
+
+# Before
+
+
+class Rows(NamedTuple):
+    """A head's, of one batch."""
+
+    o: cute.Tensor  # (seqlen_q, head_dim_v)
+    do: cute.Tensor
+    lse: cute.Tensor  # (seqlen_q)
+    dlse: cute.Tensor
+    to_lse: cute.Tensor  # (statistics * blocks)
+    to_delta: cute.Tensor
 
 
 @cute.kernel
@@ -18,28 +47,76 @@ def row_statistics(cfg: cutlass.Constexpr, o, do, lse, dlse, to_lse, to_delta, d
     algorithm 2, line 4); dQ's accumulator = 0.
 
     o, do (seqlen_q, head_dim_v, head, batch); lse, dlse (seqlen_q, head, batch)."""
-    block, head, batch = cute.arch.block_idx()
-    tidx = cute.arch.thread_idx()[0]
-    warp, lane = tidx // 32, tidx % 32
-    for i in cutlass.range(cfg.tile_m // WARPS, unroll=2):
-        at = i * WARPS + warp
-        row = block * cfg.tile_m + at
-        total, of_row = Float32(0.0), Float32.inf
-        if row < o.shape[0]:
-            total = dot(o[row, None, head, batch], do[row, None, head, batch], lane)
-            total = dlse[row, head, batch] - total
-            of_row = lse[row, head, batch]
-            if of_row == -Float32.inf:  # no key seen: dLSE may be anything
-                of_row, total = Float32.inf, Float32(0.0)
-        if lane == 0:
-            for copy in cutlass.range_constexpr(cfg.copies):
-                to_lse[slot(cfg, row, copy), head, batch] = -of_row / scale
-                to_delta[slot(cfg, row, copy), head, batch] = total
-    part = dq[None, block, head, batch]
+    of_block, block, head, batch = place(dq, statistics_ctas(cfg))
+    x = Rows(
+        *(t[None, None, head, batch] for t in (o, do)),
+        *(t[None, head, batch] for t in (lse, dlse, to_lse, to_delta)),
+    )
+    share = cfg.tile_m * cfg.width // statistics_ctas(cfg)
+    zeros = cute.local_tile(dq[None, block, head, batch], (share,), (of_block,))
+    statistics(cfg, x, block * statistics_ctas(cfg) + of_block, zeros, scale)
+
+
+def lanes_of_row(cfg) -> int:
+    """Threads that share a row: one a vector, as a power of two; a CTA has no more than tile_m."""
+    vectors = cfg.problem.tile_dim_v // VECTOR
+    return max(1 << (vectors - 1).bit_length(), THREADS // cfg.tile_m)
+
+
+def rows_of_thread(cfg) -> int:
+    return min(IN_FLIGHT, cfg.tile_m * lanes_of_row(cfg) // THREADS)
+
+
+def statistics_ctas(cfg) -> int:
+    """That a block of rows takes."""
+    return cfg.tile_m * lanes_of_row(cfg) // (THREADS * rows_of_thread(cfg))
+
+
+@cute.jit
+def statistics(cfg, x: Rows, cta: Int32, zeros: cute.Tensor, scale: Float32):
+    """The lanes of a row add up together, n rows after one another; then each of the first n lanes
+    has a row of its own. What is outside is read inside, and not used."""
+    n, lanes, end = rows_of_thread(cfg), lanes_of_row(cfg), x.o.shape[0]
+    tidx, step = cute.arch.thread_idx()[0], 32 // lanes
+    first = (cta * WARPS + tidx // 32) * step * n + tidx % 32 // lanes
+    lane = tidx % lanes
+    col, my_row = lane * VECTOR, first + lane % n * step
+    inside = cutlass.min(my_row, end - 1)
+    of_row, mine = x.lse[inside], x.dlse[inside]
+    any_col = col if col < x.o.shape[1] else Int32(0)
+    a, b = (vectors_of(t, first, step, n, any_col) for t in (x.o, x.do))
+    fill_with_zeros(zeros)  # which waits for none of these
+    total = Float32(0.0)
+    for i in cutlass.range_constexpr(n):
+        product = a[None, i].load().to(Float32) * b[None, i].load().to(Float32)
+        dot = product.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
+        dot = dot if col < x.o.shape[1] else Float32(0.0)
+        dot = cute.arch.warp_reduction_sum(dot, threads_in_group=lanes)
+        total = dot if lane % n == i else total
+    mine = mine - total
+    if my_row >= end or of_row == -Float32.inf:  # no key seen: dLSE may be anything
+        of_row, mine = Float32.inf, Float32(0.0)
+    if lane < n:
+        for copy in cutlass.range_constexpr(cfg.copies):
+            x.to_lse[slot(cfg, my_row, copy)] = -of_row / scale
+            x.to_delta[slot(cfg, my_row, copy)] = mine
+
+
+def vectors_of(x: cute.Tensor, first: Int32, step: int, n: int, col: Int32) -> cute.Tensor:
+    """From n rows, the same VECTOR columns."""
+    vectors = cute.make_rmem_tensor(cute.make_layout((VECTOR, n)), x.element_type)
+    for i in range(n):
+        row = cutlass.min(first + i * step, x.shape[0] - 1)
+        cute.autovec_copy(vector_at(x[row, None], col), vectors[None, i])
+    return vectors
+
+
+def fill_with_zeros(x: cute.Tensor):
+    """By all threads of a CTA; the length is a multiple of 4 * THREADS."""
     zero = cute.make_rmem_tensor(4, Float32)
     zero.fill(0.0)
-    for i in cutlass.range(cute.size(part) // (4 * 32 * WARPS), unroll=4):
-        cute.autovec_copy(zero, four_at(part, 4 * (i * 32 * WARPS + tidx)))
+    for i in range(cute.size(x) // (4 * THREADS)):
+        cute.autovec_copy(zero, four_at(x, 4 * (i * THREADS + cute.arch.thread_idx()[0])))
 
 
 def slot(cfg, row: Int32, copy: int) -> Int32:
@@ -48,21 +125,6 @@ def slot(cfg, row: Int32, copy: int) -> Int32:
     if cfg.copies == 1:
         return row
     return row // 2 * 4 + row % 2 + 2 * copy
-
-
-@cute.jit
-def dot(a: cute.Tensor, b: cute.Tensor, lane: Int32) -> Float32:
-    """a . b in fp32 by one warp; their length is a multiple of 8, their start 16-byte aligned."""
-    total = Float32(0.0)
-    for start in cutlass.range(0, a.shape[0], 32 * VECTOR, unroll=1):
-        col = start + lane * VECTOR
-        if col < a.shape[0]:
-            x, y = (cute.make_rmem_tensor(VECTOR, a.element_type) for _ in range(2))
-            cute.autovec_copy(vector_at(a, col), x)
-            cute.autovec_copy(vector_at(b, col), y)
-            product = x.load().to(Float32) * y.load().to(Float32)
-            total = total + product.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
-    return cute.arch.warp_reduction_sum(total)
 
 
 def vector_at(row: cute.Tensor, col: Int32) -> cute.Tensor:
@@ -82,6 +144,9 @@ def _at(row: cute.Tensor, col: Int32, n: int) -> cute.Tensor:
         assumed_align=16,
     )
     return cute.make_tensor(pointer, cute.make_layout(n))
+
+
+# After
 
 
 @cute.kernel
