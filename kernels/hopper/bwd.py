@@ -179,9 +179,10 @@ class BackwardSm90:
             stream=stream,
             min_blocks_per_mp=1,
         )
-        per_block = (shape.m_blocks, mQ.shape[2], mQ.shape[3])
-        bwd_rows.finish_dq(cfg, mmas.dq, dq, mdQ, softmax_scale).launch(
-            grid=per_block, block=(128 * cfg.warpgroups, 1, 1), stream=stream
+        bwd_rows.finish_dq(cfg, dq, mdQ, softmax_scale).launch(
+            grid=(blocks * bwd_rows.finishing_ctas(cfg), 1, 1),
+            block=(bwd_rows.THREADS, 1, 1),
+            stream=stream,
         )
 
     @cute.jit

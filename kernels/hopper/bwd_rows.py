@@ -1,18 +1,18 @@
-"""What surrounds the backward's main kernel: row statistics before, dQ in 16 bits after."""
+"""What surrounds the backward's main kernel: row statistics before, dQ in 16 bits after. Both do
+little but move memory: every access is 16 bytes of a thread, neighbours next to each other."""
 
 from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
-
-from cute_attn.kernels.common.layout import acc_as_rows
-from cute_attn.kernels.common.merge import pair_at
+from cutlass import Float32, Int32, const_expr
 
 WARPS = 8
 THREADS = 32 * WARPS
 VECTOR = 8  # elements of 16 bits that a thread reads or writes at a time
 IN_FLIGHT = 4  # rows of which a thread reads a vector before it waits for one
+STRIP = 32  # columns of dQ that a warp finishes, VECTOR by each thread of a quad
+CHUNK = 16 * STRIP  # floats of dQ's accumulator, of 16 rows, that a warp finishes
 
 
 @cute.jit
@@ -149,34 +149,64 @@ def _at(row: cute.Tensor, col: Int32, n: int) -> cute.Tensor:
 # After
 
 
+def finishing_ctas(cfg) -> int:
+    """That dQ of a block of rows takes."""
+    return cfg.tile_m * cfg.width // (CHUNK * WARPS)
+
+
 @cute.kernel
-def finish_dq(cfg: cutlass.Constexpr, mma, parts, dq, scale: Float32):
+def finish_dq(cfg: cutlass.Constexpr, parts, dq, scale: Float32):
     """dq (seqlen_q, head_dim, head, batch) = scale * parts, which lie in the order in which the
-    main kernel's threads hold their accumulators."""
-    block, head, batch = cute.arch.block_idx()
+    main kernel's threads hold their accumulators: for every 64 rows and 8 columns, a warp's 16
+    rows after another's, and of those what a thread of the MMA holds, two columns of two rows."""
+    of_block, block, head, batch = place(parts, finishing_ctas(cfg))
     tidx = cute.arch.thread_idx()[0]
-    wg, tidx = tidx // 128, tidx % 128
-    part = parts[None, block, head, batch]
-    acc = cute.make_rmem_tensor(mma.partition_shape_C((64, cfg.dq_width)), Float32)
-    base = wg * 64 * cfg.dq_width
-    for i in cutlass.range_constexpr(cute.size(acc) // 4):
-        four = cute.make_tensor(acc.iterator + 4 * i, cute.make_layout(4))
-        cute.autovec_copy(four_at(part, base + 4 * (i * 128 + tidx)), four)
-    C = mma.get_slice(tidx).partition_C(cute.make_identity_tensor((64, cfg.dq_width)))
-    row0 = block * cfg.tile_m + (wg * 64 if cfg.dq_by_rows else 0)
-    col0 = 0 if cfg.dq_by_rows else wg * cfg.dq_width
-    write_rows(acc_as_rows(acc), acc_as_rows(C), dq[None, None, head, batch], row0, col0, scale)
+    chunk = of_block * WARPS + tidx // 32
+    strip, warp, lane = chunk // 4, chunk % 4, tidx % 32
+    row = block * cfg.tile_m + 16 * warp + lane // 4
+    if const_expr(cfg.dq_by_rows):
+        strips = cfg.width // STRIP
+        row = row + strip // strips * 64
+        col = strip % strips * STRIP
+    else:
+        col = strip * STRIP
+    out = dq[None, None, head, batch]
+    if col < out.shape[1]:
+        base = strip * 4 * CHUNK + 4 * (warp * 32 + lane)
+        finish_rows(parts[None, block, head, batch], base, out, row, col, scale)
 
 
 @cute.jit
-def write_rows(values, coords, out, row0, col0, scale):
+def finish_rows(part, base: Int32, out: cute.Tensor, row: Int32, col: Int32, scale: Float32):
+    """A thread reads two columns of four groups of eight, and writes one group, both in two rows,
+    so that a quad reads and writes 64 bytes in a row."""
+    groups, lane = STRIP // VECTOR, cute.arch.lane_idx()
+    acc = cute.make_rmem_tensor(cute.make_layout((4, groups)), Float32)
+    for i in cutlass.range_constexpr(groups):
+        cute.autovec_copy(four_at(part, base + i * CHUNK), acc[None, i])
+    rounded = cute.make_rmem_tensor_like(acc, out.element_type)
+    rounded.store((acc.load() * scale).to(out.element_type))
+    pairs = cute.recast_tensor(rounded, Int32)  # (row, group)
+    col = col + lane % 4 * VECTOR
     for r in cutlass.range_constexpr(2):
-        row = row0 + coords[r, 0][0]
-        if row < out.shape[0]:
-            for c in cutlass.range_constexpr(0, cute.size(values, mode=[1]), 2):
-                col = col0 + coords[r, 0][1] + 4 * c
-                if col < out.shape[1]:
-                    pair = cute.make_rmem_tensor(2, out.element_type)
-                    for j in cutlass.range_constexpr(2):
-                        pair[j] = out.element_type(values[r, c + j] * scale)
-                    cute.autovec_copy(pair, pair_at(out[row, None], col))
+        group = transposed([pairs[r, i] for i in range(groups)], lane)
+        if row + 8 * r < out.shape[0] and col < out.shape[1]:
+            vector = cute.make_rmem_tensor(groups, Int32)
+            for i in cutlass.range_constexpr(groups):
+                vector[i] = group[i]
+            vector = cute.recast_tensor(vector, out.element_type)
+            cute.autovec_copy(vector, vector_at(out[row + 8 * r, None], col))
+
+
+@cute.jit
+def transposed(x: cutlass.Constexpr[list], lane: Int32):
+    """Of four values in each thread of a quad, thread j gets value j of all, in their order."""
+    for bit in cutlass.range_constexpr(2):
+        step = 1 << bit
+        upper = lane & step != 0
+        for low in cutlass.range_constexpr(4):
+            if const_expr(low & step == 0):
+                a, b = x[low], x[low + step]
+                got = cute.arch.shuffle_sync_bfly(a if upper else b, step)
+                x[low], x[low + step] = got if upper else a, b if upper else got
+    return x
