@@ -67,6 +67,8 @@ def check(problem, config):
         assert used.loops and all(loop.get("MUFU.EX2") for loop in used.loops)
         assert used.registers * 128 * 3 <= 65536
         assert used.name.startswith("cute_attn_bwd_"), "scripts/profile.py would not find it"
+    waits = [k.counts.get("ACQBULK", 0) for k in built.kernels]  # for the kernel before to end
+    assert waits == [0, 2, 1], "row_statistics is ordered by its launch; the others must wait"
     assert any(op.startswith("RED") for k in main for op in k.counts), (
         "dQ is added up by reductions"
     )

@@ -2,6 +2,10 @@
 128 keys and KV head, one producer warp, two consumer warpgroups of 64 keys each.
 
 row_statistics -> the main kernel (bwd_load.py, bwd_mainloop.py) -> finish_dq
+
+The last two begin before the kernel ahead of them ends (programmatic dependent launch), and wait
+for its end before they touch what it wrote. The first does not: what came before the call, another
+one with the same scratch memory too, has ended when it begins.
 """
 
 from dataclasses import dataclass
@@ -178,11 +182,13 @@ class BackwardSm90:
             block=(cfg.threads, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
+            use_pdl=True,
         )
         bwd_rows.finish_dq(cfg, dq, mdQ, softmax_scale).launch(
             grid=(blocks * bwd_rows.finishing_ctas(cfg), 1, 1),
             block=(bwd_rows.THREADS, 1, 1),
             stream=stream,
+            use_pdl=True,
         )
 
     @cute.jit
@@ -229,6 +235,7 @@ class BackwardSm90:
 
     @cute.kernel
     def kernel(self, x: Inputs, mmas: Mmas, shape: Shape, softmax_scale, scale_log2: Float32):
+        cute.arch.griddepcontrol_launch_dependents()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         shared = cutlass.memory.SmemAllocator().allocate(self.storage(x))
         smem = smem_tensors(self.cfg, shared, x)
@@ -270,6 +277,7 @@ class BackwardSm90:
         once = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
         pipes.k.consumer_wait(once)
         pipes.v.consumer_wait(once)
+        cute.arch.griddepcontrol_wait()  # dQ's zeros
         c.tile(tile)
         c.finish(tile, softmax_scale)
 

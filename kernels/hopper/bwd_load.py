@@ -53,6 +53,7 @@ def load(cfg, x: Inputs, smem: Smem, pipes, shape: Shape, tile: Tile):
     do = pipeline.make_pipeline_state(producer, cfg.stages)
     _keys(x.k, smem.k, cfg, cfg.width, tile, pipes.k)
     _keys(x.v, smem.v, cfg, cfg.width_v, tile, pipes.v)
+    cute.arch.griddepcontrol_wait()  # row statistics
     for g in cutlass.range(shape.q_per_kv, unroll=1):
         head = tile.kv_head * shape.q_per_kv + g
         sQ, gQ = _partition(x.q, smem.q, (cfg.tile_m, cfg.width), head, tile.batch)

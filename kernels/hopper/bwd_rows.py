@@ -47,6 +47,7 @@ def row_statistics(cfg: cutlass.Constexpr, o, do, lse, dlse, to_lse, to_delta, d
     algorithm 2, line 4); dQ's accumulator = 0.
 
     o, do (seqlen_q, head_dim_v, head, batch); lse, dlse (seqlen_q, head, batch)."""
+    cute.arch.griddepcontrol_launch_dependents()
     of_block, block, head, batch = place(dq, statistics_ctas(cfg))
     x = Rows(
         *(t[None, None, head, batch] for t in (o, do)),
@@ -159,6 +160,7 @@ def finish_dq(cfg: cutlass.Constexpr, parts, dq, scale: Float32):
     """dq (seqlen_q, head_dim, head, batch) = scale * parts, which lie in the order in which the
     main kernel's threads hold their accumulators: for every 64 rows and 8 columns, a warp's 16
     rows after another's, and of those what a thread of the MMA holds, two columns of two rows."""
+    cute.arch.griddepcontrol_wait()  # every thread: the grid must not end before the main kernel
     of_block, block, head, batch = place(parts, finishing_ctas(cfg))
     tidx = cute.arch.thread_idx()[0]
     chunk = of_block * WARPS + tidx // 32
