@@ -126,6 +126,12 @@ class BwdConfig:
     stages: int = 2  # depth of the Q and dO rings
     ds_slots: int = 4  # a warpgroup may write two blocks past the one that the other still reads
     warpgroups: int = 2  # of 64 keys each; above 128 columns, of half the columns of 64 keys
+    deterministic: bool = False  # dq is added up in a fixed order
+
+    @property
+    def planes(self) -> int:
+        """Of the scratch for rows: LSE, D, and in which turn dq is added to."""
+        return 3 if self.deterministic else 2
 
     def __post_init__(self) -> None:
         _check_types(self)

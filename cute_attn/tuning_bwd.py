@@ -6,6 +6,7 @@ Apart from tuning.py, so that a change here does not make records of the forward
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from itertools import product
+from typing import Any
 
 from cute_attn.config import BwdConfig
 from cute_attn.problem import Problem
@@ -36,4 +37,5 @@ def candidates(problem: Problem) -> Iterator[BwdConfig]:
     if base.wide(problem):  # which has as many slots as stages
         names = [name for name in names if name != "ds_slots"]
     for values in product(*(SPACE[name] for name in names)):
-        yield replace(base, **dict(zip(names, values, strict=True)))
+        chosen: dict[str, Any] = dict(zip(names, values, strict=True))
+        yield replace(base, **chosen)

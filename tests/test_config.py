@@ -73,7 +73,9 @@ def test_value_that_the_backward_does_not_allow(field, value, allowed):
         replace(BwdConfig(), **{field: value})
 
 
-@pytest.mark.parametrize("field, value", [("stages", 2.0), ("ds_slots", True), ("warpgroups", "2")])
+@pytest.mark.parametrize(
+    "field, value", [("stages", 2.0), ("ds_slots", True), ("warpgroups", "2"), ("deterministic", 1)]
+)
 def test_value_of_the_wrong_type_in_the_backward(field, value):
     with pytest.raises(TypeError, match=f"config.{field} is {value!r}.*wanted"):
         BwdConfig(**{field: value})

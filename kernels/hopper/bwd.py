@@ -1,7 +1,7 @@
 """Hopper backward attention by recomputation (FlashAttention-2, algorithm 2): a CTA per block of
 128 keys and KV head, one producer warp, two consumer warpgroups of 64 keys each.
 
-row_statistics -> the main kernel (bwd_load.py, bwd_mainloop.py) -> finish_dq
+row_statistics -> the main kernel (bwd_load.py, bwd_mainloop.py, bwd_turns.py) -> finish_dq
 
 The last two begin before the kernel ahead of them ends (programmatic dependent launch), and wait
 for its end before they touch what it wrote. The first does not: what came before the call, another
@@ -18,7 +18,7 @@ from cutlass import Float32, Int32, const_expr, pipeline
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
 from cute_attn.config import BwdConfig
-from cute_attn.kernels.hopper import bwd_load, bwd_mainloop, bwd_rows
+from cute_attn.kernels.hopper import bwd_load, bwd_mainloop, bwd_rows, bwd_turns
 from cute_attn.kernels.hopper.bwd_operands import Inputs, Mmas, Shape, Smem, Tile
 from cute_attn.kernels.hopper.fwd import DTYPES, LOG2_E, LSE, ROWS, reordered
 from cute_attn.kernels.hopper.operands import TmaOperand
@@ -47,6 +47,14 @@ class Layout:
     @property
     def warpgroups(self) -> int:
         return self.cfg.warpgroups
+
+    @property
+    def deterministic(self) -> bool:
+        return self.cfg.deterministic
+
+    @property
+    def planes(self) -> int:
+        return self.cfg.planes
 
     @property
     def width(self) -> int:
@@ -127,7 +135,8 @@ class BackwardSm90:
         self.dtype = DTYPES[problem.dtype]
         dims = f"d{self.problem.head_dim}_dv{self.problem.head_dim_v}"
         mask = "causal" if problem.causal else "full"
-        self.name = f"cute_attn_bwd_sm90_{problem.dtype}_{dims}_{mask}"
+        order = "_deterministic" if config.deterministic else ""
+        self.name = f"cute_attn_bwd_sm90_{problem.dtype}_{dims}_{mask}{order}"
 
     @cute.jit
     def __call__(
@@ -150,20 +159,22 @@ class BackwardSm90:
     ):
         """mQ, mdQ (batch, seqlen_q, heads_q, head_dim), mO, mdO (batch, seqlen_q, heads_q,
         head_dim_v), mK, mdK, mV, mdV likewise with seqlen_k and heads_kv; mLSE, mdLSE (batch,
-        heads_q, seqlen_q). stats (2, batch, heads_q, rows) and partial_dq (batch, heads_q, blocks,
-        tile_m * width) are fp32 scratch, rows at least blocks * statistics. score_scale is
-        softmax_scale, or some tiny scale where that is 0."""
+        heads_q, seqlen_q). stats (planes, batch, heads_q, rows) and partial_dq (batch, heads_q,
+        blocks, tile_m * width) are fp32 scratch, rows at least blocks * statistics. score_scale
+        is softmax_scale, or some tiny scale where that is 0."""
         cfg = self.cfg
         mQ, mK, mV, mO, mdO, mdQ, mdK, mdV = [
             reordered(t, ROWS) for t in (mQ, mK, mV, mO, mdO, mdQ, mdK, mdV)
         ]
         mLSE, mdLSE = reordered(mLSE, LSE), reordered(mdLSE, LSE)
-        lse, delta = [reordered(stats[i, None, None, None], LSE) for i in range(2)]
+        lse, delta, *turns = [reordered(stats[i, None, None, None], LSE) for i in range(cfg.planes)]
         dq = reordered(partial_dq, [3, 2, 1, 0])
         mmas = self.mmas()
         shape = self.shape(mQ, mK, dq.shape[1])
         blocks = shape.m_blocks * mQ.shape[2] * mQ.shape[3]
-        bwd_rows.row_statistics(cfg, mO, mdO, mLSE, mdLSE, lse, delta, dq, score_scale).launch(
+        bwd_rows.row_statistics(
+            cfg, mO, mdO, mLSE, mdLSE, lse, delta, dq, score_scale, *turns
+        ).launch(
             grid=(blocks * bwd_rows.statistics_ctas(cfg), 1, 1),
             block=(bwd_rows.THREADS, 1, 1),
             stream=stream,
@@ -175,6 +186,7 @@ class BackwardSm90:
             lse,
             delta,
             dq,
+            *turns,
         )
         grid = (cute.ceil_div(mK.shape[0], cfg.tile_n) * mK.shape[2] * mK.shape[3], 1, 1)
         self.kernel(x, mmas, shape, softmax_scale, score_scale * LOG2_E).launch(
@@ -245,15 +257,23 @@ class BackwardSm90:
             cute.arch.setmaxregister_decrease(REGISTERS[1])
             if warp == 0:
                 bwd_load.load(self.cfg, x, smem, pipes, shape, tile)
+            elif const_expr(self.cfg.deterministic):
+                if warp <= self.cfg.warpgroups:
+                    bwd_turns.keep_order(self.cfg, self.problem.causal, x, shape, tile, warp - 1)
         else:
             cute.arch.setmaxregister_increase(REGISTERS[0])
             self.consume(x, mmas, smem, pipes, shape, tile, softmax_scale, scale_log2)
 
     @cute.jit
     def tile(self, shape: Shape):
-        """As many heads at a time as the L2 cache holds; of them the blocks of keys that most
-        queries see come first, so that the short ones fill the gaps at the end."""
         index, _, _ = cute.arch.block_idx()
+        return self.tile_at(shape, index)
+
+    @cute.jit
+    def tile_at(self, shape: Shape, index: Int32):
+        """As many heads at a time as the L2 cache holds; of them the blocks of keys that most
+        queries see come first, so that the short ones fill the gaps at the end. They come last
+        where dQ is added up in turn (bwd_turns.py)."""
         group = index // (shape.together * shape.n_blocks)
         index = index - group * shape.together * shape.n_blocks
         first = group * shape.together
@@ -261,6 +281,8 @@ class BackwardSm90:
         n_block = index // heads
         head = first + index - n_block * heads
         batch = head // shape.heads_kv
+        if const_expr(self.cfg.deterministic):
+            n_block = shape.n_blocks - 1 - n_block
         begin = Int32(0)
         if const_expr(self.problem.causal):
             first_query = n_block * self.cfg.tile_n - (shape.seqlen_k - shape.seqlen_q)
@@ -410,7 +432,8 @@ def compile_bwd(problem: Problem, config: BwdConfig, options: str = ""):
         part.set_name_prefix(kernel.name, remove_cutlass_symbol=True, keep_mangled_name=False)
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
     return cute.compile(
-        kernel, q, k, v, o, do, of_rows(), of_rows(), dq, dk, dvalue, scratch(2, b, hq, rows),
-        scratch(b, hq, blocks, block), Float32(1.0), Float32(1.0), stream,
+        kernel, q, k, v, o, do, of_rows(), of_rows(), dq, dk, dvalue,
+        scratch(config.planes, b, hq, rows), scratch(b, hq, blocks, block),
+        Float32(1.0), Float32(1.0), stream,
         options=f"--enable-tvm-ffi {options}",
     )  # fmt: skip

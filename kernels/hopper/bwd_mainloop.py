@@ -20,12 +20,13 @@ from cutlass import Float32, Int32, const_expr, pipeline
 from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 
 from cute_attn.kernels.common.layout import acc_as_operand_a, acc_as_rows
+from cute_attn.kernels.hopper import bwd_turns
 from cute_attn.kernels.hopper.bwd_operands import Inputs, Mmas, Shape, Smem, Tile
 from cute_attn.kernels.hopper.gemm import STEP, gemm
 from cute_attn.kernels.hopper.operands import TmaOperand
 
 KEYS_BARRIER = 1  # both warpgroups have read K for the last time
-OUTPUT_BARRIER = 2  # + warpgroup
+OUTPUT_BARRIER = 2  # + warpgroup; bwd_turns.py has the next ones
 
 
 class Fragments(NamedTuple):
@@ -221,12 +222,16 @@ class Consumer:
         threads of a warpgroup after one another."""
         part = self.x.dq[None, m, head, batch]
         base = self.f.wg * 64 * self.cfg.dq_width + 4 * self.f.tidx
+        if const_expr(self.cfg.deterministic):
+            bwd_turns.wait_for_turn(self.f.wg)
         for i in cutlass.range_constexpr(cute.size(acc_dQ) // 4):
             address = (part.iterator + (base + 4 * 128 * i)).toint()
             cute.arch.inline_ptx(
                 "red.relaxed.gpu.global.add.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
                 read_only_args=[address, *[acc_dQ[4 * i + j] for j in range(4)]],
             )
+        if const_expr(self.cfg.deterministic):
+            bwd_turns.end_turn(self.f.wg)
 
     @cute.jit
     def begin_scores(self, acc_S: cute.Tensor, at):

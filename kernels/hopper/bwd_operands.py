@@ -26,6 +26,7 @@ class Inputs(NamedTuple):
     lse: cute.Tensor  # (statistics * blocks, head, batch): -LSE / scale
     delta: cute.Tensor  # the same shape: dLSE - rowsum(dO * O)
     dq: cute.Tensor  # (tile_m * head_dim, block, head, batch) fp32, in accumulators' order
+    turns: cute.Tensor | None = None  # as lse: counters of bwd_turns.py, if deterministic
 
 
 class Smem(NamedTuple):

@@ -38,20 +38,24 @@ class Rows(NamedTuple):
     dlse: cute.Tensor
     to_lse: cute.Tensor  # (statistics * blocks)
     to_delta: cute.Tensor
+    to_turns: cute.Tensor | None = None  # as to_lse, if deterministic
 
 
 @cute.kernel
-def row_statistics(cfg: cutlass.Constexpr, o, do, lse, dlse, to_lse, to_delta, dq, scale):
+def row_statistics(
+    cfg: cutlass.Constexpr, o, do, lse, dlse, to_lse, to_delta, dq, scale, turns=None
+):
     """For tile_m rows of one head, what S and dP start from: -LSE / scale, so far off that P is 0
     where the row sees no key or does not exist; -delta = dLSE - rowsum(dO * O) (FlashAttention-2,
-    algorithm 2, line 4); dQ's accumulator = 0.
+    algorithm 2, line 4); dQ's accumulator = 0, and so whose turn it is to add to it, if given.
 
     o, do (seqlen_q, head_dim_v, head, batch); lse, dlse (seqlen_q, head, batch)."""
     cute.arch.griddepcontrol_launch_dependents()
     of_block, block, head, batch = place(dq, statistics_ctas(cfg))
+    of_rows = [t for t in (lse, dlse, to_lse, to_delta, turns) if t is not None]
     x = Rows(
         *(t[None, None, head, batch] for t in (o, do)),
-        *(t[None, head, batch] for t in (lse, dlse, to_lse, to_delta)),
+        *(t[None, head, batch] for t in of_rows),
     )
     share = cfg.tile_m * cfg.width // statistics_ctas(cfg)
     zeros = cute.local_tile(dq[None, block, head, batch], (share,), (of_block,))
@@ -101,6 +105,8 @@ def statistics(cfg, x: Rows, cta: Int32, zeros: cute.Tensor, scale: Float32):
         for copy in cutlass.range_constexpr(cfg.copies):
             x.to_lse[slot(cfg, my_row, copy)] = -of_row / scale
             x.to_delta[slot(cfg, my_row, copy)] = mine
+            if const_expr(cfg.deterministic):
+                x.to_turns[slot(cfg, my_row, copy)] = Float32(0.0)
 
 
 def vectors_of(x: cute.Tensor, first: Int32, step: int, n: int, col: Int32) -> cute.Tensor:

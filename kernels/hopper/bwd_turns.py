@@ -1,0 +1,84 @@
+"""dQ in a fixed order: the CTAs of a KV head add their parts of a block of queries in turn.
+
+A counter in global memory for each block of queries, query head and consumer warpgroup says how
+many blocks of keys have been added. For each consumer warpgroup a warp beside the producer follows
+it, so that consumers neither poll nor wait until their reductions have reached memory:
+
+    keep_order                consumers (add_dq)
+    counter == turn?
+    TURN_BARRIER         ->   wait_for_turn
+                              reductions to dQ
+    ADDED_BARRIER        <-   end_turn
+    counter = turn + 1, when they are done
+
+Why nobody waits for ever: the last block of keys is the first to be added, its CTA has the lowest
+index of the head (bwd.py, tile_at), and a CTA waits for lower indices only. The hardware starts
+CTAs in the order of their index: what a CTA waits for runs or has run.
+
+Why the last block first: with a causal mask a CTA begins at the first queries that see its keys,
+which no later keys share, and the CTAs of later keys are ahead of it when it comes to theirs. From
+the first block on, a CTA would begin by waiting for one that has all earlier queries before it.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, const_expr
+
+from cute_attn.kernels.hopper.bwd_operands import Shape, Tile
+
+TURN_BARRIER = 4  # + warpgroup: it may add its part
+ADDED_BARRIER = 6  # + warpgroup: its reductions are issued
+THREADS = 32 + 128  # the warp that counts, and the warpgroup that adds
+
+
+@cute.jit
+def last_block(cfg, causal: cutlass.Constexpr[bool], shape: Shape, m: Int32):
+    """Last block of keys whose CTA visits block m of queries. It visits all from tile.m_begin on,
+    which does not fall from one block of keys to the next: those before it visit m too."""
+    last = shape.n_blocks - 1
+    if const_expr(causal):
+        last_key = shape.seqlen_k - shape.seqlen_q + (m + 1) * cfg.tile_m - 1
+        last = cutlass.min(last, last_key // cfg.tile_n)
+    return last
+
+
+@cute.jit
+def keep_order(cfg, causal: cutlass.Constexpr[bool], x, shape: Shape, tile: Tile, wg: Int32):
+    """One warp, for all parts that warpgroup wg adds, in their order."""
+    cute.arch.griddepcontrol_wait()  # counters' zeros
+    for g in cutlass.range(shape.q_per_kv, unroll=1):
+        counters = x.turns[None, tile.kv_head * shape.q_per_kv + g, tile.batch]
+        for m in cutlass.range(tile.m_begin, shape.m_blocks, unroll=1):
+            turn = last_block(cfg, causal, shape, m) - tile.n_block
+            counter = counter_of(cfg, counters, m, wg)
+            with cute.arch.elect_one():
+                wait_until(counter, turn)
+            cute.arch.sync_warp()
+            cute.arch.barrier_arrive(barrier_id=TURN_BARRIER + wg, number_of_threads=THREADS)
+            cute.arch.barrier(barrier_id=ADDED_BARRIER + wg, number_of_threads=THREADS)
+            # The barrier orders the warpgroup's reductions before this store, and a release is
+            # cumulative: reductions after the acquire that reads it come after them.
+            with cute.arch.elect_one():
+                cute.arch.store(counter, turn + 1, sem="release", scope="gpu")
+
+
+@cute.jit
+def wait_until(counter: cute.Pointer, turn: Int32):
+    seen = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
+    while seen != turn:
+        seen = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
+
+
+def counter_of(cfg, counters: cute.Tensor, m: Int32, wg: Int32) -> cute.Pointer:
+    """A block of queries has a statistic's room, of which warpgroups use a word each, in cache
+    lines of their own."""
+    first = counters.iterator + (m * cfg.statistics + 32 * wg)
+    return cute.make_ptr(Int32, first.toint(), cute.AddressSpace.gmem, assumed_align=4)
+
+
+def wait_for_turn(wg: Int32):
+    cute.arch.barrier(barrier_id=TURN_BARRIER + wg, number_of_threads=THREADS)
+
+
+def end_turn(wg: Int32):
+    cute.arch.barrier_arrive(barrier_id=ADDED_BARRIER + wg, number_of_threads=THREADS)
