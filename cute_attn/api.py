@@ -124,10 +124,11 @@ def bwd(
     dout        (batch, seqlen_q, nheads_q, head_dim_v) in q's dtype, any strides, expanded too
     out, lse    what fwd(..., return_lse=True) gave
     dlse        fp32 (batch, nheads_q, seqlen_q): the gradient of lse, default none
-    deterministic  the same call gives the same bits; on the CPU it always does, on CUDA tensors it
-                is not built yet: dq is added up in no fixed order there, dk and dv in a fixed one
-    config      a BwdConfig instead of the one that tuning_bwd.pick takes; see explain. Without
-                effect on the CPU
+    deterministic  the same call gives the same bits. On the CPU it always does; on CUDA tensors dk
+                and dv always have them, and dq has where its parts are added up in a fixed order,
+                by a kernel of its own that is somewhat slower
+    config      a BwdConfig instead of the one that tuning_bwd.pick takes; see explain. With
+                BwdConfig(deterministic=True) it asks for the same. Without effect on the CPU
     arch        'sm90' or 'cpu'; default what q's device runs
 
     dq, dk, dv are fresh, contiguous, and have the shapes and the dtype of q, k and v. Rows that
@@ -159,15 +160,14 @@ def flash_attn_func(
 ) -> "Tensor | tuple[Tensor, Tensor, None]":
     """Differentiable attention with flash_attn 2's signature; shapes, dtypes and mask as in fwd.
 
-    deterministic  the backward gives the same bits every time
+    deterministic  the backward gives the same bits every time; see bwd
     return_attn_probs  return (out, softmax_lse, None); softmax_lse, fp32 (batch, nheads_q,
                 seqlen_q), is differentiable here. The third is flash_attn's dropout mask
 
     Gradients come from bwd and exist once: a second derivative raises NotImplementedError. Works
     under torch.compile(fullgraph=True) and activation checkpointing; without gradients it is fwd.
 
-    Raises as fwd does; NotImplementedError also for dropout_p > 0, and for deterministic=True where
-    q, k or v requires grad on a CUDA device.
+    Raises as fwd does; NotImplementedError also for dropout_p > 0.
     """
     if (
         dropout_p != 0.0
@@ -354,8 +354,7 @@ def explain(
     """What fwd with the same arguments, or bwd if backward, would run, without running or
     compiling it.
 
-    Here arch='sm90' goes with tensors of any device, the meta device included. Raises as fwd does;
-    what bwd would refuse as not built is said in the answer, so that one call shows what it lacks.
+    Here arch='sm90' goes with tensors of any device, the meta device included. Raises as they do.
     """
     unknown = others.keys() - ((bwd if backward else fwd).__kwdefaults__ or {}).keys()
     if unknown:
@@ -398,6 +397,7 @@ def warmup(
     config: FwdConfig | BwdConfig | None = None,
     arch: str | None = None,
     backward: bool = False,
+    deterministic: bool = False,
 ) -> None:
     """Compile, or load from disk, the kernels of a class of problems, so that fwd need not,
     and bwd neither if backward.
@@ -405,9 +405,10 @@ def warmup(
     A class is a dtype ('bf16', 'fp16' or the torch dtype), head dims, causal and the sign of
     softmax_scale. One kernel serves all batch sizes, lengths, head counts and strides, and a second
     one few queries on many keys; with config, a BwdConfig if backward, only the kernel of that one
-    is made ready. Needs no GPU if arch is given: the cache directory then serves machines with the
-    same CPU features and DSL. On a GPU of that arch the kernel also becomes ready for CUDA-graph
-    capture.
+    is made ready. deterministic, with backward, takes the kernel of bwd(deterministic=True) instead
+    of the default's. Needs no GPU if arch is given: the cache directory then serves machines with
+    the same CPU features and DSL. On a GPU of that arch the kernel also becomes ready for
+    CUDA-graph capture.
     Raises ValueError or TypeError for a class or config that cannot be, ImportError without the
     DSL.
     """
@@ -429,7 +430,8 @@ def warmup(
     if config is None:
         configs.append(tuning.split(problem))
     if backward and (config is not None or arch != "cpu"):
-        configs.append(gradients.choose_config(problem, config))  # type: ignore[arg-type]
+        chosen = gradients.choose_config(problem, config, deterministic)  # type: ignore[arg-type]
+        configs.append(chosen)
     if arch == "cpu":
         return
     for each in configs:

@@ -59,10 +59,7 @@ def attention(
             softmax_scale = launch.checked_scale(softmax_scale)
         if launch._forward_ad._current_level >= 0:  # torch's own message names no argument
             launch._refuse_tangents(q, k, v)
-    if _device_type(q) == "cuda":
-        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-            backward.refuse(deterministic)
-    elif _device_type(q) != "cpu":  # on the meta device the fake implementation would answer
+    if _device_type(q) not in ("cpu", "cuda"):  # for meta the fake implementation would answer
         launch.choose_arch(q.device, None)
     out, lse = torch.ops.cute_attn.fwd(q, k, v, softmax_scale, causal, deterministic)
     return out, lse if return_lse else None

@@ -42,13 +42,13 @@ def backward(
     if dlse is not None:
         _check("dlse", dlse, plan, plan.lse_shape, torch.float32)
     if config is not None:
-        choose_config(plan.problem, config)
+        choose_config(plan.problem, config, deterministic)
     _refuse_derivatives(dout=dout, q=q, k=k, v=v, out=out, lse=lse, dlse=dlse)
     if plan.empty:
         dq, dk, dv = (t.new_zeros(t.shape) for t in (q, k, v))
         return dq, dk, dv
     if plan.arch != "cpu":
-        refuse(deterministic)
+        config = choose_config(plan.problem, config, deterministic)
         given = plan.scale if scale is None else scale
         given = 0.0 if abs(given) < launch.MIN_SCALE else given
         with torch.cuda.device(plan.device):
@@ -62,15 +62,6 @@ def backward(
     )
 
 
-def refuse(deterministic: bool) -> None:
-    """What the kernel does not do yet, before a launch, and before a forward that would need it."""
-    if deterministic:
-        raise NotImplementedError(
-            "deterministic is True: it is not built yet on CUDA tensors, where dq is added up in "
-            "no fixed order; leave it at its default"
-        )
-
-
 def _launch(
     plan: launch.Plan,
     dout: Tensor,
@@ -81,11 +72,10 @@ def _launch(
     lse: Tensor,
     dlse: Tensor | None,
     scale: float,
-    config: BwdConfig | None = None,
+    config: BwdConfig,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The tensors' device is current here."""
     problem = kernel_problem(plan.problem)
-    config = choose_config(problem, config)
     kernel = launch.compiled(problem, config, plan.arch)
     q, k, v, out, dout = (launch.loadable(t) for t in (q, k, v, out, dout))
     dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
@@ -105,23 +95,28 @@ def kernel_problem(problem: Problem) -> Problem:
     return replace(problem, negative_scale=False)
 
 
-def choose_config(problem: Problem, config: BwdConfig | None) -> BwdConfig:
+def choose_config(
+    problem: Problem, config: BwdConfig | None, deterministic: bool = False
+) -> BwdConfig:
     """The table's, or the caller's if the kernel can run it."""
     if config is None:
-        return tuning_bwd.pick(problem)
-    if not isinstance(config, BwdConfig):
+        config = tuning_bwd.pick(problem)
+    elif not isinstance(config, BwdConfig):
         raise TypeError(f"config is {config!r}: a BwdConfig is wanted")
-    reason = config.infeasible(problem)
-    if reason:
-        raise ValueError(f"config cannot serve this problem: {reason}")
-    return config
+    else:
+        reason = config.infeasible(problem)
+        if reason:
+            raise ValueError(f"config cannot serve this problem: {reason}")
+    return replace(config, deterministic=True) if deterministic else config
 
 
 def scratch_shapes(problem: Problem, config: BwdConfig) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of LSE and D of every row, and of dQ's accumulator, both fp32; they grow with seqlen_q."""
+    """Of what is kept of every row (LSE and D), and of dQ's accumulator, both fp32; they grow with
+    seqlen_q."""
     rows = config.tile_m(problem)
     blocks = -(-problem.seqlen_q // rows)
-    statistics = 2, problem.batch, problem.heads_q, blocks * rows * config.copies(problem)
+    per_head = blocks * rows * config.copies(problem)
+    statistics = config.planes, problem.batch, problem.heads_q, per_head
     accumulator = problem.batch, problem.heads_q, blocks, rows * config.width(problem)
     return statistics, accumulator
 
@@ -133,7 +128,6 @@ class BwdExplanation:
     problem: Problem
     config: BwdConfig
     arch: str
-    refused: str  # why bwd would raise NotImplementedError, '' if it would not
     kernel: str  # name of the main kernel, as profilers show it
     tile: tuple[int, int]  # queries and keys of a block
     smem_bytes: int  # shared memory per CTA
@@ -150,18 +144,18 @@ class BwdExplanation:
             f"head_dim {p.head_dim}, head_dim_v {p.head_dim_v}",
             f"arch       {self.arch}",
         ]
-        if self.refused:
-            lines.append(f"refused    {self.refused}")
-        elif not self.grid:
+        if not self.grid:
             lines.append("runs       nothing: dq, dk and dv are 0")
         elif self.arch == "cpu":
             lines.append("runs       block-wise gradients in torch")
         else:
             m, n = self.tile
+            order = "a fixed" if self.config.deterministic else "no fixed"
             lines += [
                 f"config     {self.config}",
                 f"kernel     {self.kernel}, with row statistics before and dQ in 16 bits after it",
                 f"tile       {m} queries x {n} keys",
+                f"dq         added up in {order} order",
                 f"smem       {self.smem_bytes} bytes per CTA",
                 f"grid       {self.grid} CTAs",
                 f"scratch    {self.scratch_bytes} bytes",
@@ -184,23 +178,16 @@ def explain(
     if not isinstance(deterministic, bool):
         raise TypeError(f"deterministic is {deterministic!r}: a bool is wanted")
     plan = launch.make_plan(q, k, v, causal, arch=arch, foreign=arch == "sm90")
-    problem, refused = kernel_problem(plan.problem), ""
-    chosen = choose_config(problem, config)
-    if plan.arch != "cpu" and not plan.empty:
-        try:
-            refuse(deterministic)
-        except NotImplementedError as error:
-            refused = str(error)
+    problem = kernel_problem(plan.problem)
+    chosen = choose_config(problem, config, deterministic)
     m, n = chosen.tile_m(problem), 64 if chosen.wide(problem) else 64 * chosen.warpgroups
     blocks = -(-problem.seqlen_k // n)
-    static, mask = problem.static(), "causal" if causal else "full"
-    on_device = plan.arch != "cpu" and not refused and not plan.empty
+    on_device = plan.arch != "cpu" and not plan.empty
     return BwdExplanation(
         problem,
         chosen,
         plan.arch,
-        refused,
-        f"cute_attn_bwd_{plan.arch}_{static.dtype}_d{static.head_dim}_dv{static.head_dim_v}_{mask}",
+        _kernel_name(problem, chosen, plan.arch),
         (m, n),
         chosen.smem_bytes(problem),
         0 if plan.empty else blocks * problem.heads_kv * problem.batch,
@@ -208,6 +195,12 @@ def explain(
         tuple(name for name, t in (("q", q), ("k", k), ("v", v)) if launch.needs_copy(t)),
         jit.state(problem, chosen, plan.arch) if on_device else "not compiled",
     )
+
+
+def _kernel_name(problem: Problem, config: BwdConfig, arch: str) -> str:
+    p, mask = problem.static(), "causal" if problem.causal else "full"
+    order = "_deterministic" if config.deterministic else ""
+    return f"cute_attn_bwd_{arch}_{p.dtype}_d{p.head_dim}_dv{p.head_dim_v}_{mask}{order}"
 
 
 # Wrong calls
