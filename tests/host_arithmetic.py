@@ -1,4 +1,4 @@
-"""The kernel's own index arithmetic, compiled for the CPU: which tile an index means, and which
+"""The kernels' own index arithmetic, compiled for the CPU: which tile an index means, and which
 keys and blocks a row reads."""
 
 import cutlass
@@ -6,6 +6,8 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32
 
 from cute_attn.kernels.common.mask import first_full_block, keys_seen, kv_block_end
+from cute_attn.kernels.hopper.bwd import kernel_of
+from cute_attn.kernels.hopper.bwd_turns import last_block
 from cute_attn.kernels.hopper.fwd import ForwardSm90
 from cute_attn.kernels.hopper.operands import Parts
 from cute_attn.kernels.hopper.scheduler import kv_begin, tile_at
@@ -45,16 +47,43 @@ class Arithmetic:
             rows[i, 2] = first_full_block(self.cfg, self.problem, Int32(i), shape)
 
 
+class BackwardArithmetic:
+    def __init__(self, problem, config):
+        self.kernel = kernel_of(problem, config)
+        self.problem, self.cfg = self.kernel.problem, self.kernel.cfg
+
+    @cute.jit
+    def __call__(self, mQ: cute.Tensor, mK: cute.Tensor, tiles: cute.Tensor, last: cute.Tensor):
+        """tiles (n, 4): n_block, kv_head, batch and m_begin of index 0 .. n - 1. last (1, blocks of
+        queries): last_block of each."""
+        mQ, mK = [
+            cute.make_tensor(t.iterator, cute.select(t.layout, mode=[1, 3, 2, 0])) for t in (mQ, mK)
+        ]
+        shape = self.kernel.shape(mQ, mK, last.shape[1])
+        for i in cutlass.range(tiles.shape[0]):
+            tile = self.kernel.tile_at(shape, Int32(i))
+            for j in cutlass.range_constexpr(4):
+                tiles[i, j] = tile[j]
+        for m in cutlass.range(last.shape[1]):
+            last[0, m] = last_block(self.cfg, self.problem.causal, shape, Int32(m))
+
+
+def tensor(dtype, rank):
+    i32, i64 = cute.sym_int32, cute.sym_int64
+    shape, strides = (i32() for _ in range(rank)), (i64() for _ in range(rank - 1))
+    return cute.runtime.make_fake_tensor(
+        dtype, tuple(shape), (*strides, 1), memspace=cute.AddressSpace.generic
+    )
+
+
 def compile_arithmetic(problem, config):
     """A function of torch CPU tensors (q, k, v, tiles, rows, part_lse)."""
-    i32, i64, cpu = cute.sym_int32, cute.sym_int64, cute.AddressSpace.generic
-
-    def tensor(dtype, rank):
-        strides = [i64() for _ in range(rank - 1)]
-        return cute.runtime.make_fake_tensor(
-            dtype, tuple(i32() for _ in range(rank)), (*strides, 1), memspace=cpu
-        )
-
     io = [tensor(BFloat16, 4) for _ in range(3)] + [tensor(Int32, 2) for _ in range(2)]
     io.append(tensor(Float32, 4))
     return cute.compile(Arithmetic(problem, config), *io, options="--enable-tvm-ffi")
+
+
+def compile_backward_arithmetic(problem, config):
+    """A function of torch CPU tensors (q, k, tiles, last)."""
+    io = [tensor(t, rank) for t, rank in ((BFloat16, 4), (BFloat16, 4), (Int32, 2), (Int32, 2))]
+    return cute.compile(BackwardArithmetic(problem, config), *io, options="--enable-tvm-ffi")

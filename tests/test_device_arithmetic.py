@@ -1,4 +1,4 @@
-"""Tile order, masks' block ranges: the device functions themselves, run on the CPU."""
+"""Tile order, masks' block ranges, turns: the device functions themselves, run on the CPU."""
 
 import random
 
@@ -7,9 +7,9 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("cutlass.cute")
 
-from host_arithmetic import compile_arithmetic  # noqa: E402
+from host_arithmetic import compile_arithmetic, compile_backward_arithmetic  # noqa: E402
 
-from cute_attn.config import FwdConfig  # noqa: E402
+from cute_attn.config import BwdConfig, FwdConfig  # noqa: E402
 from cute_attn.problem import Problem  # noqa: E402
 
 pytestmark = pytest.mark.compile
@@ -143,3 +143,32 @@ def test_parts_cover_the_keys(causal):
             assert [p for p, _, _ in pieces] == list(range(parts))
             read = [i for _, begin, stop in pieces for i in range(begin, stop) if i < end]
             assert read == list(range(end))
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_every_part_of_dq_has_its_turn(dim, causal):
+    """With CTAs one after another, in the order in which they start, each finds its turn at every
+    block of queries that it visits: none ever waits for one that starts later."""
+    problem, config = Problem("bf16", dim, dim, causal), BwdConfig(deterministic=True)
+    function = compile_backward_arithmetic(problem, config)
+    rows, pick = config.tile_m(problem), random.Random(3)
+    keys = 64 if config.wide(problem) else 128
+    shapes = [(300, 1), (1, 300), (65, 64), (700, 300)]
+    shapes += [(pick.randint(1, 2000), pick.randint(1, 2000)) for _ in range(20)]
+    for seqlen_q, seqlen_k in [*shapes, (9000, 9000)]:  # of the last few heads at a time
+        batch, heads = pick.randint(1, 3), pick.randint(1, 4)
+        m_blocks, n_blocks = -(-seqlen_q // rows), -(-seqlen_k // keys)
+        tiles = torch.full((n_blocks * heads * batch, 4), -7, dtype=torch.int32)
+        last = torch.full((1, m_blocks), -7, dtype=torch.int32)
+        q, k = (sized(batch, s, heads, dim) for s in (seqlen_q, seqlen_k))
+        function(q, k, tiles, last)
+        added = torch.zeros(batch, heads, m_blocks, dtype=torch.int32)
+        for n, head, b, begin in tiles.tolist():
+            assert 0 <= begin < m_blocks
+            assert (added[b, head, begin:] == last[0, begin:] - n).all()
+            added[b, head, begin:] += 1
+        seen = [len(visible(min((m + 1) * rows, seqlen_q) - 1, seqlen_q, seqlen_k, causal))
+                for m in range(m_blocks)]  # fmt: skip
+        assert (added >= torch.tensor([-(-count // keys) for count in seen])).all()
+        assert len(set(map(tuple, tiles[:, :3].tolist()))) == len(tiles)
