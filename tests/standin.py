@@ -43,7 +43,7 @@ class Device:
     def build(self, problem, config, arch):
         self.built.append((problem.static(), config, arch))
         if isinstance(config, BwdConfig):
-            return self.build_backward(problem)
+            return self.build_backward(problem, config)
 
         def kernel(q, k, v, o, lse, counter, sms, scale, *parts):
             if self.fail:
@@ -75,7 +75,7 @@ class Device:
 
         return kernel
 
-    def build_backward(self, problem):
+    def build_backward(self, problem, config):
         def kernel(q, k, v, o, do, lse, dlse, *rest):
             dq, dk, dv, stats, parts, scale, score_scale = rest
             for t in (q, k, v, o, do, dq, dk, dv):
@@ -83,6 +83,7 @@ class Device:
             for t in (lse, dlse, stats, parts):
                 assert t.dtype == torch.float32
             assert dlse.shape == lse.shape and stats.is_contiguous() and parts.is_contiguous()
+            assert stats.shape[0] == (3 if config.deterministic else 2)
             assert type(scale) is float and score_scale == scale != 0.0
             options = {"causal": problem.causal, "softmax_scale": scale, "dlse": dlse}
             got = reference_backward.attention_backward_blockwise(do, q, k, v, o, lse, **options)

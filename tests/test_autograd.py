@@ -12,7 +12,7 @@ from helpers import BF16, DEVICES, FP16, close, qkv, rand
 from torch.utils.checkpoint import checkpoint
 
 import cute_attn
-from cute_attn import autograd, launch
+from cute_attn import launch
 from cute_attn.reference_backward import attention_backward
 
 each_device = pytest.mark.parametrize("device", DEVICES)
@@ -316,15 +316,12 @@ def test_transforms_and_tangents_are_refused():
                 torch.ops.cute_attn.fwd(dual, other, v, None, False, False)
 
 
-def test_no_deterministic_gradients_on_cuda_yet(monkeypatch):
-    """Before the forward runs; without gradients nothing is in the way."""
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_deterministic_reaches_the_backward_kernel(stand_in, deterministic):
     q, k, v = leaves(1, 8, 8, 2, 16)
-    monkeypatch.setattr(torch.ops.cute_attn, "fwd", no_dispatcher)
-    monkeypatch.setattr(autograd, "_device_type", lambda t: "cuda")
-    with pytest.raises(NotImplementedError, match="deterministic is True: it is not built yet"):
-        cute_attn.flash_attn_func(q, k, v, deterministic=True)
-    with torch.no_grad():
-        cute_attn.flash_attn_func(q, k, v, deterministic=True)
+    out = cute_attn.flash_attn_func(q, k, v, deterministic=deterministic)
+    out.sum().backward()
+    assert stand_in.built[-1][1].deterministic == deterministic and len(stand_in.built) == 2
 
 
 # ---- operators ----------------------------------------------------------------------------------

@@ -48,6 +48,15 @@ KNOBS = [
 ]
 
 
+def deterministic(jobs):
+    return [(problem, replace(config, deterministic=True)) for problem, config in jobs]
+
+
+IN_TURN = deterministic([FEW[0], *jobs([(128, 128)], ["fp16"], [False])])
+IN_TURN += deterministic(job for job in TABLE if job[0].head_dim > 64 and job[0].causal)
+EVERY_IN_TURN = deterministic(j for j in TABLE + CLASSES + PAIRS if j[0].dtype == "bf16")
+
+
 def check(problem, config):
     """Every kernel of a backward: no local memory, and what the main ones are made of."""
     with no_float_maxima() as floats:
@@ -68,10 +77,14 @@ def check(problem, config):
         assert used.registers * 128 * 3 <= 65536
         assert used.name.startswith("cute_attn_bwd_"), "scripts/profile.py would not find it"
     waits = [k.counts.get("ACQBULK", 0) for k in built.kernels]  # for the kernel before to end
-    assert waits == [0, 2, 1], "row_statistics is ordered by its launch; the others must wait"
+    readers = 3 if config.deterministic else 2  # the loader, consumers, and who follows the turns
+    assert waits == [0, readers, 1], "row_statistics is ordered by its launch; the others must wait"
     assert any(op.startswith("RED") for k in main for op in k.counts), (
         "dQ is added up by reductions"
     )
+    for used in main:  # a count is released after a fence, in one place
+        assert used.name.endswith("_deterministic_1") == config.deterministic
+        assert (used.counts.get("ERRBAR", 0) > 0) == config.deterministic
     return main
 
 
@@ -83,6 +96,17 @@ def test_tuning_row(job):
 
 @pytest.mark.parametrize("job", FEW, ids=job_id)
 def test_other_head_dims(job):
+    check(*job)
+
+
+@pytest.mark.parametrize("job", IN_TURN, ids=job_id)
+def test_deterministic(job):
+    check(*job)
+
+
+@slow
+@pytest.mark.parametrize("job", EVERY_IN_TURN, ids=job_id)
+def test_every_deterministic_class(job):
     check(*job)
 
 

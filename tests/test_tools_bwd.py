@@ -4,7 +4,7 @@ import importlib.util
 import math
 import sys
 from contextlib import nullcontext
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -47,7 +47,7 @@ def test_explain():
     assert e.problem == Problem("bf16", 128, 128, True, False, 2, 300, 500, 8, 2)
     assert e.config == tuning_bwd.pick(e.problem) and e.grid == -(-500 // n) * 2 * 2
     blocks, a_block = -(-300 // m), 2 * max(m, 128) + 128 * m
-    assert e.scratch_bytes == 4 * 2 * 8 * blocks * a_block and not e.refused
+    assert e.scratch_bytes == 4 * 2 * 8 * blocks * a_block
     assert e.smem_bytes == e.config.smem_bytes(e.problem)
     assert e.kernel == "cute_attn_bwd_sm90_bf16_d128_dv128_causal" and "cute_attn" in str(e)
     for part in ("backward of", "seqlen 300 x 500", f"{e.scratch_bytes} bytes", "sm90", "compiled"):
@@ -56,12 +56,25 @@ def test_explain():
     assert longer.scratch_bytes <= 2.2 * e.scratch_bytes, "scratch grows with seqlen_q alone"
 
 
-def test_explain_says_what_is_refused():
-    q, k, v = tensors(d=256, dv=256)
-    assert not cute_attn.explain(q, k, v, arch="sm90", backward=True).refused
-    e = cute_attn.explain(*tensors(), arch="sm90", backward=True, deterministic=True)
-    assert "deterministic" in e.refused and e.refused in str(e) and e.scratch_bytes == 0
-    assert not cute_attn.explain(q, k, v, backward=True, deterministic=True).refused  # on the CPU
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_explain_deterministic(dim):
+    """A kernel of its own, with its name, and room for the turns: as many words as of LSE."""
+    options = {"arch": "sm90", "backward": True}
+    q, k, v = tensors(2, 300, 70, 4, 2, dim, dim)
+    plain = cute_attn.explain(q, k, v, **options)
+    e = cute_attn.explain(q, k, v, deterministic=True, **options)
+    assert e.config == replace(plain.config, deterministic=True) and not plain.config.deterministic
+    assert e.kernel == f"{plain.kernel}_deterministic" and "a fixed order" in str(e)
+    assert "no fixed order" in str(plain) and (e.grid, e.tile) == (plain.grid, plain.tile)
+    words = 2 * 4 * -(-300 // e.tile[0]) * e.tile[0] * e.config.copies(e.problem)
+    assert e.scratch_bytes - plain.scratch_bytes == 4 * words
+    deep = BwdConfig(stages=3)
+    for config, asked in ((replace(deep, deterministic=True), False), (deep, True)):
+        found = cute_attn.explain(
+            *tensors(d=64, dv=128), config=config, deterministic=asked, **options
+        )
+        assert found.config == BwdConfig(stages=3, deterministic=True)
+    assert "block-wise" in str(cute_attn.explain(q, k, v, backward=True, deterministic=True))
 
 
 def test_explain_elsewhere():
@@ -116,6 +129,11 @@ def test_config_reaches_the_kernel(stand_in):
     other = next(config for config in usable if config != BwdConfig())
     cute_attn.bwd(out, q, k, v, out, lse, config=other)
     assert stand_in.built[-1][1] == other
+    for options in ({"deterministic": True}, {"config": BwdConfig(deterministic=True)}):
+        cute_attn.bwd(out, q, k, v, out, lse, **options)
+        assert stand_in.built[-1][1] == BwdConfig(deterministic=True)
+    cute_attn.bwd(out, q, k, v, out, lse, config=other, deterministic=True)
+    assert stand_in.built[-1][1] == replace(other, deterministic=True)
     stand_in.capturing = True
     cute_attn.bwd(out, q, k, v, out, lse, config=other)
     with pytest.raises(RuntimeError, match="warm up first"):
@@ -160,11 +178,13 @@ def test_warmup_launches_on_its_gpu(stand_in, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(launch, "runs_here", lambda arch: True)
     cute_attn.warmup(64, 96, causal=True, arch="sm90", backward=True)
-    assert [len(operands) for operands in stand_in.launches] == [4, 4, 5]
+    cute_attn.warmup(64, 96, causal=True, arch="sm90", backward=True, deterministic=True)
+    assert [len(operands) for operands in stand_in.launches] == [4, 4, 5] * 2
     q, k, v = tensors(d=64, dv=96)
     stand_in.capturing = True
     out, lse = cute_attn.fwd(q, k, v, causal=True, return_lse=True)
-    cute_attn.bwd(out, q, k, v, out, lse, causal=True)
+    for fixed in (False, True):
+        cute_attn.bwd(out, q, k, v, out, lse, causal=True, deterministic=fixed)
 
 
 # cases, the oracle, peers
@@ -434,9 +454,10 @@ def test_sanitizer_runs_few_kernels_and_knows_them_all(stand_in):
     sanitize.tensors = lambda case, device: make(case, "cpu")
     for case in sanitize.cases():
         sanitize.call(case)
-    assert {(p, c) for p, c, _ in stand_in.built} == set(jobs) and len(jobs) <= 24
+    assert {(p, c) for p, c, _ in stand_in.built} == set(jobs) and len(jobs) <= 28
     assert any(c.split_kv for _, c in jobs if isinstance(c, FwdConfig))
-    assert {isinstance(c, BwdConfig) and c.wide(p) for p, c in jobs} == {False, True}
+    ours = {(c.wide(p), c.deterministic) for p, c in jobs if isinstance(c, BwdConfig)}
+    assert ours == {(wide, fixed) for wide in (False, True) for fixed in (False, True)}
 
 
 def test_sanitizer_compiles_first_and_fails_where_the_child_does(monkeypatch, capsys, tmp_path):
