@@ -1,22 +1,26 @@
 """The kernels of the GPU tests, compiled from all cores before the first test.
 
 One at a time they take minutes: a class (dtype, head_dim rounded up to 16, head_dim_v to 32, mask,
-for the forward the sign of the scale and few queries) is about 5 s. A run on a GPU says which
-kernels it used that are not here.
+for the forward the sign of the scale and few queries, for the backward deterministic or not) is
+about 5 s. A run on a GPU says which kernels it used that are not here.
 """
 
 import os
 
 from helpers import BF16, FP16, HEAD_DIMS, sweep_causal
 
+from cute_attn import backward, tuning
 from cute_attn import compile as jit
-from cute_attn import tuning, tuning_bwd
 from cute_attn.problem import DTYPES, Problem
 from cute_attn.tools.compile import build_ahead, describe
 
 FEW_TESTS = 20  # that compile what they need by themselves
-BACKWARD_FILES = ("test_backward", "test_autograd", "test_public_reports_bwd", "test_train")
+BACKWARD_FILES = (
+    *("test_backward", "test_backward_deterministic", "test_autograd", "test_public_reports_bwd"),
+    "test_train",
+)
 PAIRS = [(192, 128), (128, 64), (40, 96), (256, 64), (8, 256), (64, 128), (16, 24)]
+IN_TURN = [(64, 64), (128, 128), (192, 128), (256, 256), (16, 24)]  # deterministic=True
 
 
 def classes():
@@ -44,7 +48,14 @@ def forward_jobs():
 
 
 def backward_jobs():
-    return [(p, tuning_bwd.pick(p)) for p in (problem(*c) for c in classes())]
+    found = [backward_job(problem(*c)) for c in classes()]
+    in_turn = {(BF16, *dims, c) for dims in IN_TURN for c in (False, True)}
+    in_turn |= {(FP16, 64, 64, False), (BF16, 16, 16, False)}
+    return found + [backward_job(problem(*c), True) for c in in_turn]
+
+
+def backward_job(problem, deterministic=False):
+    return problem, backward.choose_config(problem, None, deterministic)
 
 
 def jobs_of(items):
@@ -65,13 +76,18 @@ def compile_ahead(items):
     return jobs
 
 
+def of_table(problem):
+    ours = [backward_job(problem, fixed)[1] for fixed in (False, True)]
+    return [tuning.pick(problem), tuning.split(problem), *ours]
+
+
 def left_out(jobs):
     """Lines about kernels that this process has loaded and that were not among the jobs. Configs
     that a test names are its own matter."""
     known = {(*job, "sm90") for job in jobs}
     return [
         f"{describe(problem)} {type(config).__name__}"
+        f"{' deterministic' if getattr(config, 'deterministic', False) else ''}"
         for problem, config, arch in jit._memory
-        if (problem, config, arch) not in known
-        and config in (tuning.pick(problem), tuning.split(problem), tuning_bwd.pick(problem))
+        if (problem, config, arch) not in known and config in of_table(problem)
     ]

@@ -2,6 +2,7 @@
 GPU."""
 
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -81,6 +82,7 @@ def test_every_job_can_be_built():
     for problem, config in [*ahead.forward_jobs(), *ahead.backward_jobs()]:
         assert problem == problem.static() and not config.infeasible(problem)
     assert {type(config).__name__ for _, config in ahead.backward_jobs()} == {"BwdConfig"}
+    assert {config.deterministic for _, config in ahead.backward_jobs()} == {False, True}
 
 
 def session(*items, collectonly=False):
@@ -122,3 +124,6 @@ def test_kernels_that_were_left_out_are_named(monkeypatch):
     monkeypatch.setattr(jit, "_memory", {(*j, "sm90"): None for j in ((p, config), other, named)})
     assert ahead.left_out([(p, config)]) == ["bf16 d32/64 full BwdConfig"]
     assert ahead.left_out([(p, config), other]) == []
+    in_turn = other[0], replace(other[1], deterministic=True)
+    monkeypatch.setattr(jit, "_memory", {(*in_turn, "sm90"): None})
+    assert ahead.left_out([other]) == ["bf16 d32/64 full BwdConfig deterministic"]

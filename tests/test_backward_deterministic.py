@@ -35,7 +35,7 @@ def both_orders(dout, q, k, v, causal):
 @each_dim
 def test_deterministic_repeats_are_equal_bit_for_bit(device, causal, dims):
     """On a GPU 200 times, more CTAs than run at once, and beside products on another stream, which
-    start and end at any time."""
+    start and end at any time (FA 1596)."""
     gpu = device == "cuda"
     shape = (2, 1500, 1400, (16, 8)) if gpu else (2, 200, 200, (4, 2))
     q, k, v = qkv(*shape, dims, device=device)
