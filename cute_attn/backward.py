@@ -115,8 +115,7 @@ def scratch_shapes(problem: Problem, config: BwdConfig) -> tuple[tuple[int, ...]
     seqlen_q."""
     rows = config.tile_m(problem)
     blocks = -(-problem.seqlen_q // rows)
-    per_head = blocks * rows * config.copies(problem)
-    statistics = config.planes, problem.batch, problem.heads_q, per_head
+    statistics = problem.batch, problem.heads_q, blocks, config.block_words(problem)
     accumulator = problem.batch, problem.heads_q, blocks, rows * config.width(problem)
     return statistics, accumulator
 

@@ -10,6 +10,7 @@ REGISTERS = {1: (240, 56), 2: (240, 24), 3: (160, 32)}  # warpgroups -> (consume
 FILL = 132  # tiles that keep every SM of an H100 or H200 busy
 PART_KEYS = 512  # keys of a part, on average at least
 MAX_PARTS = 32  # one lane each in the kernel that merges them
+TURN_WORDS = 64  # a cache line for each consumer warpgroup
 SCHEDULES = ("grid", "static", "dynamic")  # one tile per CTA; round-robin; tickets
 
 
@@ -124,21 +125,16 @@ class BwdConfig:
     """The knobs of the Hopper backward kernel; tiles follow from the head dims."""
 
     stages: int = 2  # depth of the Q and dO rings
-    ds_slots: int = 4  # a warpgroup may write two blocks past the one that the other still reads
+    ds_slots: int = 3  # a warpgroup may write two blocks past the one that the other still reads
     warpgroups: int = 2  # of 64 keys each; above 128 columns, of half the columns of 64 keys
     deterministic: bool = False  # dq is added up in a fixed order
-
-    @property
-    def planes(self) -> int:
-        """Of the scratch for rows: LSE, D, and in which turn dq is added to."""
-        return 3 if self.deterministic else 2
 
     def __post_init__(self) -> None:
         _check_types(self)
         # One stage or three slots would be overwritten while they are read; two warpgroups are what
         # the kernels divide dQ, registers and the wide kernel's queries by.
         _check_allowed(self, "stages", range(2, 9))
-        _check_allowed(self, "ds_slots", range(4, 9))
+        _check_allowed(self, "ds_slots", range(3, 9))
         _check_allowed(self, "warpgroups", (2,))
 
     def wide(self, problem: Problem) -> bool:
@@ -156,10 +152,14 @@ class BwdConfig:
         """Queries of a block: S and dP take the registers that dK and dV leave."""
         return 128 if self.width(problem) == self.width_v(problem) == 64 else 64
 
-    def copies(self, problem: Problem) -> int:
-        """Of a row's statistics, in shared memory: two where accumulators start from them, which
-        spares registers' moves, unless 128 rows leave no room."""
-        return 1 if self.wide(problem) or self.tile_m(problem) == 128 else 2
+    def statistics(self, problem: Problem) -> int:
+        """Words of a block in which LSE and D of its rows lie: two a row, or the 16 bytes that an
+        operand takes."""
+        return self.tile_m(problem) * (2 if self.wide(problem) else 4)
+
+    def block_words(self, problem: Problem) -> int:
+        """Of the scratch for statistics; whose turn it is to add to dq needs two cache lines."""
+        return self.statistics(problem) + (TURN_WORDS if self.deterministic else 0)
 
     def smem_bytes(self, problem: Problem, itemsize: int = 2) -> int:
         rows, wide = self.tile_m(problem), self.wide(problem)
@@ -167,7 +167,9 @@ class BwdConfig:
         shared = 2 * self.stages if wide else self.ds_slots * self.warpgroups  # P and dS, or dS
         columns = self.width(problem) + self.width_v(problem)
         tiles = (keys + self.stages * rows) * columns + shared * 64 * rows
-        statistics = 2 * self.stages * self.copies(problem) * rows * 4
+        statistics = 4 * self.stages * self.statistics(problem)
+        if not wide:
+            statistics += statistics + 2 * 64 * 32  # as many zeros, and ones
         return tiles * itemsize + statistics + BARRIER_BYTES
 
     def infeasible(self, problem: Problem) -> str:

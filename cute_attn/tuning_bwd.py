@@ -19,7 +19,7 @@ BACKWARD: tuple[tuple[int, int, BwdConfig], ...] = (
 )
 
 # What a sweep tries.
-SPACE: dict[str, tuple[int, ...]] = {"stages": (2, 3), "ds_slots": (4, 6)}
+SPACE: dict[str, tuple[int, ...]] = {"stages": (2, 3), "ds_slots": (3, 4)}
 
 
 def pick(problem: Problem) -> BwdConfig:

@@ -14,13 +14,14 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
-from cutlass import Float32, Int32, const_expr, pipeline
+from cutlass import BFloat16, Float32, Int32, const_expr, pipeline
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
 from cute_attn.config import BwdConfig
 from cute_attn.kernels.hopper import bwd_load, bwd_mainloop, bwd_rows, bwd_turns
 from cute_attn.kernels.hopper.bwd_operands import Inputs, Mmas, Shape, Smem, Tile
 from cute_attn.kernels.hopper.fwd import DTYPES, LOG2_E, LSE, ROWS, reordered
+from cute_attn.kernels.hopper.gemm import STEP
 from cute_attn.kernels.hopper.operands import TmaOperand
 from cute_attn.kernels.hopper.storage import tile_layout
 from cute_attn.problem import Problem
@@ -51,10 +52,6 @@ class Layout:
     @property
     def deterministic(self) -> bool:
         return self.cfg.deterministic
-
-    @property
-    def planes(self) -> int:
-        return self.cfg.planes
 
     @property
     def width(self) -> int:
@@ -93,6 +90,11 @@ class Layout:
         return 1
 
     @property
+    def ds_writers(self) -> int:
+        """Arrivals that tell that a slot of shared tiles is full."""
+        return self.warpgroups
+
+    @property
     def ds_readers(self) -> int:
         """Arrivals that hand a slot of shared tiles back; nobody waits for one here."""
         return 1
@@ -108,13 +110,19 @@ class Layout:
         return self.tile_m == 64
 
     @property
-    def copies(self) -> int:
-        return self.cfg.copies(self.problem)
+    def late_ds(self) -> bool:
+        """Whether dS goes to shared memory after dK is issued, which needs it in registers only."""
+        return self.tile_m == 64
+
+    @property
+    def folded(self) -> bool:
+        """Whether S and dP start from statistics by a product, else they are added."""
+        return True
 
     @property
     def statistics(self) -> int:
-        """Floats of one statistic of a block's rows."""
-        return self.copies * self.tile_m
+        """Words that a block's take."""
+        return self.cfg.statistics(self.problem)
 
     @property
     def dq_width(self) -> int:
@@ -159,22 +167,19 @@ class BackwardSm90:
     ):
         """mQ, mdQ (batch, seqlen_q, heads_q, head_dim), mO, mdO (batch, seqlen_q, heads_q,
         head_dim_v), mK, mdK, mV, mdV likewise with seqlen_k and heads_kv; mLSE, mdLSE (batch,
-        heads_q, seqlen_q). stats (planes, batch, heads_q, rows) and partial_dq (batch, heads_q,
-        blocks, tile_m * width) are fp32 scratch, rows at least blocks * statistics. score_scale
-        is softmax_scale, or some tiny scale where that is 0."""
+        heads_q, seqlen_q). stats (batch, heads_q, blocks, block_words) and partial_dq (batch,
+        heads_q, blocks, tile_m * width) are fp32 scratch. score_scale is softmax_scale, or some
+        tiny scale where that is 0."""
         cfg = self.cfg
         mQ, mK, mV, mO, mdO, mdQ, mdK, mdV = [
             reordered(t, ROWS) for t in (mQ, mK, mV, mO, mdO, mdQ, mdK, mdV)
         ]
         mLSE, mdLSE = reordered(mLSE, LSE), reordered(mdLSE, LSE)
-        lse, delta, *turns = [reordered(stats[i, None, None, None], LSE) for i in range(cfg.planes)]
-        dq = reordered(partial_dq, [3, 2, 1, 0])
+        stats, dq = [reordered(t, [3, 2, 1, 0]) for t in (stats, partial_dq)]
         mmas = self.mmas()
         shape = self.shape(mQ, mK, dq.shape[1])
         blocks = shape.m_blocks * mQ.shape[2] * mQ.shape[3]
-        bwd_rows.row_statistics(
-            cfg, mO, mdO, mLSE, mdLSE, lse, delta, dq, score_scale, *turns
-        ).launch(
+        bwd_rows.row_statistics(cfg, mO, mdO, mLSE, mdLSE, stats, dq, score_scale).launch(
             grid=(blocks * bwd_rows.statistics_ctas(cfg), 1, 1),
             block=(bwd_rows.THREADS, 1, 1),
             stream=stream,
@@ -183,10 +188,8 @@ class BackwardSm90:
         x = Inputs(
             *self.operands(mQ, mK, mV, mdO, mdK, mdV),
             tile_layout(self.dtype, (64, cfg.tile_m), cfg.shared_tiles),
-            lse,
-            delta,
+            stats,
             dq,
-            *turns,
         )
         grid = (cute.ceil_div(mK.shape[0], cfg.tile_n) * mK.shape[2] * mK.shape[3], 1, 1)
         self.kernel(x, mmas, shape, softmax_scale, score_scale * LOG2_E).launch(
@@ -225,7 +228,13 @@ class BackwardSm90:
             make(dtype, dtype, K, MN, Float32, one, (64, cfg.width_v), RMEM),
             make(dtype, dtype, K, MN, Float32, one, (64, cfg.width), RMEM),
             make(dtype, dtype, MN, MN, Float32, one, (64, cfg.dq_width)),
+            self.statistics_mma(),
         )
+
+    def statistics_mma(self) -> cute.TiledMma:
+        """In bf16, whose exponents are those of fp32, whatever the inputs are."""
+        K, shape = OperandMajorMode.K, (64, self.cfg.score_columns)
+        return hopper.make_trivial_tiled_mma(BFloat16, BFloat16, K, K, Float32, (1, 1, 1), shape)
 
     def operands(self, mQ, mK, mV, mdO, mdK, mdV) -> tuple[TmaOperand, ...]:
         cfg, d, dv = self.cfg, self.cfg.width, self.cfg.width_v
@@ -251,18 +260,25 @@ class BackwardSm90:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         shared = cutlass.memory.SmemAllocator().allocate(self.storage(x))
         smem = smem_tensors(self.cfg, shared, x)
+        if const_expr(self.cfg.folded):
+            fill_operands(smem)
         pipes = make_pipelines(self.cfg, self.dtype, shared, x)
         tile = self.tile(shape)
         if warp < 4:
             cute.arch.setmaxregister_decrease(REGISTERS[1])
             if warp == 0:
                 bwd_load.load(self.cfg, x, smem, pipes, shape, tile)
+            elif warp == 3:
+                self.announce(pipes, shape, tile)
             elif const_expr(self.cfg.deterministic):
-                if warp <= self.cfg.warpgroups:
-                    bwd_turns.keep_order(self.cfg, self.problem.causal, x, shape, tile, warp - 1)
+                bwd_turns.keep_order(self.cfg, self.problem.causal, x, shape, tile, warp - 1)
         else:
             cute.arch.setmaxregister_increase(REGISTERS[0])
             self.consume(x, mmas, smem, pipes, shape, tile, softmax_scale, scale_log2)
+
+    @cute.jit
+    def announce(self, pipes, shape: Shape, tile: Tile):
+        bwd_mainloop.announce(self.cfg, pipes, shape, tile)
 
     @cute.jit
     def tile(self, shape: Shape):
@@ -312,10 +328,9 @@ class BackwardSm90:
         def ring(stages):
             return cute.struct.MemRange[cutlass.Int64, 2 * stages]
 
-        def rows():
-            return cute.struct.Align[
-                cute.struct.MemRange[Float32, cfg.statistics * cfg.stages], 128
-            ]
+        def numbers(layout):
+            kind = BFloat16 if cfg.folded else Float32
+            return cute.struct.Align[cute.struct.MemRange[kind, cute.cosize(layout)], 128]
 
         @cute.struct
         class Storage:
@@ -324,8 +339,8 @@ class BackwardSm90:
             q_full: ring(cfg.stages)
             do_full: ring(cfg.stages)
             ds_full: ring(cfg.ds_slots)
-            lse: rows()
-            delta: rows()
+            statistics: numbers(statistics_layout(cfg))
+            ones: numbers(ones_layout(cfg))
             k: tile(x.k.layout)
             v: tile(x.v.layout)
             q: tile(x.q.layout)
@@ -342,6 +357,20 @@ class Pipelines:
     q: pipeline.PipelineTmaAsync
     do: pipeline.PipelineTmaAsync
     ds: pipeline.PipelineAsync  # one arrival of every thread that writes
+
+
+@cute.jit
+def fill_operands(smem: Smem):
+    """Zeros to the columns of statistics that no load fills, and the ones that pick among the
+    others; a barrier follows."""
+    tidx, threads = cute.arch.thread_idx()[0], cute.arch.block_dim()[0]
+    for i in cutlass.range(tidx, cute.size(smem.statistics), threads, unroll=1):
+        smem.statistics[i] = BFloat16(0.0)
+    for i in cutlass.range(tidx, cute.size(smem.ones), threads, unroll=1):
+        row, column, which = i % 64, i // 64 % STEP, i // (64 * STEP)
+        one = column // bwd_rows.PARTS == which
+        smem.ones[row, column, which] = BFloat16(1.0) if one else BFloat16(0.0)
+    cute.arch.fence_view_async_shared()
 
 
 def make_pipelines(cfg: Layout, dtype, storage, x: Inputs) -> Pipelines:
@@ -367,11 +396,11 @@ def make_pipelines(cfg: Layout, dtype, storage, x: Inputs) -> Pipelines:
         ring(storage.k_full, 1, cfg.key_tiles * size(x.k.layout)),
         ring(storage.v_full, 1, cfg.key_tiles * size(x.v.layout)),
         ring(storage.q_full, cfg.stages, size(x.q.layout) + 4 * cfg.statistics),
-        ring(storage.do_full, cfg.stages, size(x.do.layout) + 4 * cfg.statistics),
+        ring(storage.do_full, cfg.stages, size(x.do.layout)),
         pipeline.PipelineAsync.create(
             barrier_storage=storage.ds_full.data_ptr(),
             num_stages=cfg.ds_slots,
-            producer_group=group(128 * cfg.warpgroups),
+            producer_group=group(cfg.ds_writers),
             consumer_group=group(cfg.ds_readers),
             defer_sync=True,
         ),
@@ -381,12 +410,25 @@ def make_pipelines(cfg: Layout, dtype, storage, x: Inputs) -> Pipelines:
     return pipes
 
 
+def one_step(rows: int, stages: int):
+    """Of operands, without swizzle: eight columns of all rows lie after one another."""
+    atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_INTER, BFloat16)
+    return cute.tile_to_shape(atom, (rows, STEP, stages), order=(0, 1, 2)).outer
+
+
+def statistics_layout(cfg: Layout):
+    if cfg.folded:
+        return one_step(cfg.tile_m, cfg.stages)
+    return cute.make_layout((cfg.tile_m, 2, cfg.stages))
+
+
+def ones_layout(cfg: Layout):
+    return one_step(64, 2) if cfg.folded else cute.make_layout(1)
+
+
 def smem_tensors(cfg: Layout, storage, x: Inputs) -> Smem:
     def view(field, layout):
         return field.get_tensor(layout.outer, swizzle=layout.inner)
-
-    def rows(field):
-        return field.get_tensor(cute.make_layout((cfg.statistics, cfg.stages)))
 
     return Smem(
         view(storage.q, x.q.layout),
@@ -394,8 +436,8 @@ def smem_tensors(cfg: Layout, storage, x: Inputs) -> Smem:
         view(storage.v, x.v.layout),
         view(storage.do, x.do.layout),
         view(storage.ds, x.ds),
-        rows(storage.lse),
-        rows(storage.delta),
+        storage.statistics.get_tensor(statistics_layout(cfg)),
+        storage.ones.get_tensor(ones_layout(cfg)),
     )
 
 
@@ -408,7 +450,7 @@ def kernel_of(problem: Problem, config: BwdConfig) -> BackwardSm90:
 def compile_bwd(problem: Problem, config: BwdConfig, options: str = ""):
     """Compile for the target in CUTE_DSL_ARCH; needs no GPU and no torch."""
     kernel = kernel_of(problem, config)
-    b, sq, sk, hq, hk, d, dv, rows, blocks = (cute.sym_int32() for _ in range(9))
+    b, sq, sk, hq, hk, d, dv, blocks = (cute.sym_int32() for _ in range(8))
 
     def tensor(s, h, width):
         strides = tuple(cute.sym_int64(divisibility=8) for _ in range(3))
@@ -433,7 +475,7 @@ def compile_bwd(problem: Problem, config: BwdConfig, options: str = ""):
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
     return cute.compile(
         kernel, q, k, v, o, do, of_rows(), of_rows(), dq, dk, dvalue,
-        scratch(config.planes, b, hq, rows), scratch(b, hq, blocks, block),
+        scratch(b, hq, blocks, config.block_words(problem)), scratch(b, hq, blocks, block),
         Float32(1.0), Float32(1.0), stream,
         options=f"--enable-tvm-ffi {options}",
     )  # fmt: skip

@@ -1,5 +1,5 @@
-"""Producer warp of the backward: K and V once, then Q, dO and their row statistics, block by block
-and head by head of the group."""
+"""Producer warp of the backward: K and V once, then Q, dO and statistics of their rows, block by
+block and head by head of the group."""
 
 import cutlass
 import cutlass.cute as cute
@@ -19,17 +19,22 @@ def _partition(op: TmaOperand, sX: cute.Tensor, shape: cutlass.Constexpr, head, 
 
 
 @cute.jit
-def _issue(cfg, op: TmaOperand, src, dst, rows, to_rows, m, ring, state):
-    """A tile of Q or dO, and the statistics of its rows, on one barrier."""
+def _issue(op: TmaOperand, src, dst, m, ring, state):
+    """A tile of Q or dO."""
     ring.producer_acquire(state)
     barrier = ring.producer_get_barrier(state)
     cute.copy(op.atom, src[None, m], dst[None, state.index], tma_bar_ptr=barrier)
-    bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), rows.element_type)
-    part = cute.local_tile(rows, (cfg.statistics,), (m,))
+
+
+@cute.jit
+def _issue_statistics(cfg, words, smem: Smem, m, ring, state):
+    """Of the rows of Q, on the barrier of Q."""
+    src = cute.local_tile(words[None, m], (cfg.statistics,), (0,))
+    dst = smem.statistics[None, None, state.index].iterator
+    dst = cute.make_tensor(cute.recast_ptr(dst, dtype=src.element_type), src.layout)
+    bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), src.element_type)
     with cute.arch.elect_one():
-        cute.copy(bulk, part, to_rows[None, state.index], mbar_ptr=barrier)
-    state.advance()
-    return state
+        cute.copy(bulk, src, dst, mbar_ptr=ring.producer_get_barrier(state))
 
 
 @cute.jit
@@ -58,7 +63,10 @@ def load(cfg, x: Inputs, smem: Smem, pipes, shape: Shape, tile: Tile):
         head = tile.kv_head * shape.q_per_kv + g
         sQ, gQ = _partition(x.q, smem.q, (cfg.tile_m, cfg.width), head, tile.batch)
         sdO, gdO = _partition(x.do, smem.do, (cfg.tile_m, cfg.width_v), head, tile.batch)
-        lse, delta = x.lse[None, head, tile.batch], x.delta[None, head, tile.batch]
+        statistics = x.statistics[None, None, head, tile.batch]
         for m in cutlass.range(tile.m_begin, shape.m_blocks, unroll=1):
-            q = _issue(cfg, x.q, gQ, sQ, lse, smem.lse, m, pipes.q, q)
-            do = _issue(cfg, x.do, gdO, sdO, delta, smem.delta, m, pipes.do, do)
+            _issue(x.q, gQ, sQ, m, pipes.q, q)
+            _issue_statistics(cfg, statistics, smem, m, pipes.q, q)
+            _issue(x.do, gdO, sdO, m, pipes.do, do)
+            q.advance()
+            do.advance()

@@ -25,8 +25,10 @@ from cute_attn.kernels.hopper.bwd_operands import Inputs, Mmas, Shape, Smem, Til
 from cute_attn.kernels.hopper.gemm import STEP, gemm
 from cute_attn.kernels.hopper.operands import TmaOperand
 
+OF_S, OF_DP = 0, 1  # statistics
 KEYS_BARRIER = 1  # both warpgroups have read K for the last time
 OUTPUT_BARRIER = 2  # + warpgroup; bwd_turns.py has the next ones
+WRITTEN_BARRIER = 8  # + warpgroup: its dS is in shared memory
 
 
 class Fragments(NamedTuple):
@@ -38,6 +40,8 @@ class Fragments(NamedTuple):
     rdOt: cute.Tensor
     rdS: cute.Tensor  # descriptors (MMA, 1, 64/16, ds_slots * warpgroups), dS
     rKt: cute.Tensor  # descriptors (MMA, 1, 64/16, warpgroups), K^T
+    rStatistics: cute.Tensor  # descriptors (MMA, 1, 1, stages)
+    rOnes: cute.Tensor  # descriptors (MMA, 1, 1, 2), what picks those of S or of dP
     acc_dK: cute.Tensor
     acc_dV: cute.Tensor
     cS: cute.Tensor  # (key, query) of every score this thread owns
@@ -53,7 +57,7 @@ def transposed(sX: cute.Tensor) -> cute.Tensor:
 
 @cute.jit
 def make_fragments(cfg, mmas: Mmas, smem: Smem, tidx, wg) -> Fragments:
-    scores, dv, dk, dq = [mma.get_slice(0) for mma in mmas]
+    scores, dv, dk, dq, statistics = [mma.get_slice(0) for mma in mmas]
     sdS, sKt = transposed(smem.ds), transposed(smem.k)
     if const_expr(cfg.dq_by_rows):
         sdS = cute.local_tile(sdS, (64, 64, cfg.ds_slots * cfg.warpgroups), (wg, 0, 0))
@@ -69,6 +73,8 @@ def make_fragments(cfg, mmas: Mmas, smem: Smem, tidx, wg) -> Fragments:
         dv.make_fragment_B(dv.partition_B(transposed(smem.do))),
         dq.make_fragment_A(dq.partition_A(sdS)),
         dq.make_fragment_B(dq.partition_B(sKt)),
+        statistics.make_fragment_B(statistics.partition_B(smem.statistics)),
+        statistics.make_fragment_A(statistics.partition_A(smem.ones)),
         make(mmas.dk.partition_shape_C((64, cfg.width)), Float32),
         make(mmas.dv.partition_shape_C((64, cfg.width_v)), Float32),
         mmas.scores.get_slice(tidx).partition_C(cute.make_identity_tensor((64, cfg.tile_m))),
@@ -78,12 +84,12 @@ def make_fragments(cfg, mmas: Mmas, smem: Smem, tidx, wg) -> Fragments:
 
 
 @cute.jit
-def columns(row: cute.Tensor, cfg, coords: cute.Tensor, n: cutlass.Constexpr[int]):
+def columns(row: cute.Tensor, coords: cute.Tensor, n: cutlass.Constexpr[int]):
     """Of a statistic in shared memory, the values of this thread's n / 4 queries, in order."""
-    first = row.iterator + cfg.copies * acc_as_rows(coords)[0, 0][1]
+    first = row.iterator + acc_as_rows(coords)[0, 0][1]
     pairs = cute.make_tensor(
         cute.make_ptr(Float32, first.toint(), cute.AddressSpace.smem, assumed_align=8),
-        cute.make_layout((2, n // 8), stride=(1, 8 * cfg.copies)),
+        cute.make_layout((2, n // 8), stride=(1, 8)),
     )
     mine = cute.make_rmem_tensor(cute.make_layout((2, n // 8)), Float32)
     for i in cutlass.range_constexpr(n // 8):
@@ -92,27 +98,28 @@ def columns(row: cute.Tensor, cfg, coords: cute.Tensor, n: cutlass.Constexpr[int
 
 
 @cute.jit
-def begin(acc: cute.Tensor, row: cute.Tensor, cfg, coords: cute.Tensor):
-    """An accumulator of 64 keys x tile_m queries starts from a statistic of each query."""
-    n = cfg.tile_m // 8
-    if const_expr(cfg.copies == 2):
-        first = row.iterator + 2 * acc_as_rows(coords)[0, 0][1]
-        fours = cute.make_tensor(
-            cute.make_ptr(Float32, first.toint(), cute.AddressSpace.smem, assumed_align=16),
-            cute.make_layout((4, n), stride=(1, 16)),
-        )
-        cute.autovec_copy(fours, cute.make_tensor(acc.iterator, cute.make_layout((4, n))))
-    else:
-        mine = columns(row, cfg, coords, cfg.tile_m)
-        for i in cutlass.range_constexpr(4 * n):  # (neighbour, key, group)
-            acc[i] = mine[i // 4 * 2 + i % 2]
-
-
-@cute.jit
 def rounded(acc: cute.Tensor, dtype: cutlass.Constexpr) -> cute.Tensor:
     r = cute.make_rmem_tensor_like(acc, dtype)
     r.store(acc.load().to(dtype))
     return r
+
+
+@cute.jit
+def announce(cfg, pipes, shape: Shape, tile: Tile):
+    """A warp tells both warpgroups when dS of one is in shared memory: the fence would keep a
+    warpgroup until its stores have passed the other's products, and nobody waits for dS yet. The
+    named barrier orders the stores before the fence, and the fence orders them before products,
+    which see memory through the async proxy. Neither warpgroup is two blocks ahead here, since it
+    takes the other's dS of the block before first."""
+    blocks = shape.q_per_kv * (shape.m_blocks - tile.m_begin)
+    state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, cfg.ds_slots)
+    for _ in cutlass.range(blocks + 1, unroll=1):  # the first is of no block
+        for wg in cutlass.range_constexpr(cfg.warpgroups):
+            cute.arch.barrier(barrier_id=WRITTEN_BARRIER + wg, number_of_threads=128 + 32)
+            cute.arch.fence_view_async_shared()
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(pipes.ds.sync_object_full.get_barrier(state.index))
+        state.advance()
 
 
 @dataclass(frozen=True)
@@ -167,27 +174,22 @@ class Consumer:
             acc_S[i] = cute.math.exp2(acc_S[i] * self.scale_log2, fastmath=True)
 
     @cute.jit
-    def columns_of(self, rows: cute.Tensor, slot: Int32):
-        """A statistic of this thread's queries."""
-        return columns(rows[None, slot], self.cfg, self.f.cS, self.cfg.score_columns)
-
-    @cute.jit
-    def differentiate(self, acc_P: cute.Tensor, acc_dP: cute.Tensor, delta: cute.Tensor):
-        """dS = P * (dP - delta), in dP's place."""
+    def differentiate(self, acc_P: cute.Tensor, acc_dP: cute.Tensor):
+        """dS = P * (dP - delta), in dP's place, which has begun from -delta."""
         for i in cutlass.range_constexpr(cute.size(acc_P)):
-            acc_dP[i] = acc_P[i] * (acc_dP[i] + delta[i // 4 * 2 + i % 2])
+            acc_dP[i] = acc_P[i] * acc_dP[i]
 
     @cute.jit
     def share_ds(self, rdS: cute.Tensor, written):
         """dS of 64 keys to shared memory, for both warpgroups."""
         slot = written.index * self.cfg.warpgroups + self.f.wg
         self.put(rdS, self.mmas.scores, self.smem.ds[None, None, slot])
-        self.hand_over(written.index)
+        self.hand_over()
 
     @cute.jit
-    def hand_over(self, slot):
-        cute.arch.fence_view_async_shared()
-        cute.arch.mbarrier_arrive(self.pipes.ds.sync_object_full.get_barrier(slot))
+    def hand_over(self):
+        """`announce` goes on from here."""
+        cute.arch.barrier_arrive(barrier_id=WRITTEN_BARRIER + self.f.wg, number_of_threads=128 + 32)
 
     @cute.jit
     def no_ds(self, slot: cutlass.Constexpr[int]):
@@ -201,7 +203,7 @@ class Consumer:
         zeros.fill(0.0)
         for i in cutlass.range_constexpr(n):
             cute.autovec_copy(zeros, vectors[None, i])
-        self.hand_over(slot)
+        self.hand_over()
 
     @cute.jit
     def issue_dv(self, rP: cute.Tensor, at):
@@ -234,30 +236,39 @@ class Consumer:
             bwd_turns.end_turn(self.f.wg)
 
     @cute.jit
-    def begin_scores(self, acc_S: cute.Tensor, at):
-        begin(acc_S, self.smem.lse[None, at.index], self.cfg, self.f.cS)
+    def begin(self, acc: cute.Tensor, which: cutlass.Constexpr[int], at):
+        """An accumulator of 64 keys starts from a statistic of each query. As a product: loads from
+        shared memory, sixteen of a thread or more, are long in coming beside others' products."""
+        atom = cute.make_mma_atom(self.mmas.statistics.op)
+        if const_expr(which == OF_S):  # else the assembler lacks registers, and serialises products
+            acc.fill(0.0)
+        atom.set(warpgroup.Field.ACCUMULATE, which == OF_S)
+        warpgroup.fence()
+        A, B = self.f.rOnes[None, None, 0, which], self.f.rStatistics[None, None, 0, at.index]
+        cute.gemm(atom, acc, A, B, acc)
 
     @cute.jit
     def issue_scores(self, acc_S: cute.Tensor, at):
+        self.pipes.q.consumer_wait(at)
+        self.begin(acc_S, OF_S, at)
         Q = self.f.rQ[None, None, None, at.index]
         gemm(self.mmas.scores, acc_S, self.f.rK, Q, self.cfg.width // STEP, zero=False)
 
     @cute.jit
     def issue_dp(self, acc_dP: cute.Tensor, at):
+        self.begin(acc_dP, OF_DP, at)
         self.pipes.do.consumer_wait(at)
         dO = self.f.rdO[None, None, None, at.index]
-        gemm(self.mmas.scores, acc_dP, self.f.rV, dO, self.cfg.width_v // STEP, zero=True)
+        gemm(self.mmas.scores, acc_dP, self.f.rV, dO, self.cfg.width_v // STEP, zero=False)
 
     @cute.jit
-    def gradients(self, acc_S: cute.Tensor, at, written, tile: Tile, m: Int32):
-        """P and dS of a block whose S has begun; their products with dO and Q are issued, and dS is
-        handed over for dQ."""
+    def gradients(self, at, read, written, tile: Tile, m: Int32) -> cute.Tensor:
+        """P and dS of a block, dS for the other warpgroup too. Its dV and dK and dQ of the block
+        before, which is returned, are on their way."""
         dtype, early = self.smem.q.element_type, self.cfg.early_dv
-        acc_dP = self.scores()
+        acc_S, acc_dP = self.scores(), self.scores()
         self.issue_scores(acc_S, at)
         self.issue_dp(acc_dP, at)
-        if const_expr(early):  # a load from shared memory takes long beside products
-            delta = self.columns_of(self.smem.delta, at.index)
         warpgroup.wait_group(1)
         self.weigh(acc_S)
         if self.masked(tile, m):
@@ -266,13 +277,20 @@ class Consumer:
         if const_expr(early):
             self.issue_dv(rP, at)
         warpgroup.wait_group(1 if early else 0)
-        if const_expr(not early):
-            delta = self.columns_of(self.smem.delta, at.index)
-        self.differentiate(acc_S, acc_dP, delta)
+        self.differentiate(acc_S, acc_dP)
         rdS = rounded(acc_dP, dtype)
         if const_expr(not early):
             self.issue_dv(rP, at)
+        acc_dQ = self.dq_of(read)
+        if const_expr(self.cfg.late_ds):
+            self.issue_dk(rdS, at)
         self.share_ds(rdS, written)
+        if const_expr(not self.cfg.late_ds):
+            self.issue_dk(rdS, at)
+        return acc_dQ
+
+    @cute.jit
+    def issue_dk(self, rdS: cute.Tensor, at):
         Qt = self.f.rQt[None, None, None, at.index]
         dS = acc_as_operand_a(rdS)
         gemm(self.mmas.dk, self.f.acc_dK, dS, Qt, self.cfg.tile_m // STEP, zero=False)
@@ -287,42 +305,30 @@ class Consumer:
         return acc_dQ
 
     @cute.jit
-    def release(self, at):
-        self.pipes.do.consumer_release(at)
-        self.pipes.q.consumer_release(at)
-
-    @cute.jit
     def tile(self, tile: Tile):
         """dQ lags a block behind, so that the warpgroups need not wait for each other's dS and one
-        computes weights while the other's products run. S of the next block begins before dQ is
-        added up: the adder takes long to read its registers, and S has others."""
+        computes weights while the other's products run. It is added up while dK runs: the adder
+        takes long to read its registers."""
         f, cfg, shape = self.f, self.cfg, self.shape
         f.acc_dK.fill(0.0)
         f.acc_dV.fill(0.0)
-        acc_S = self.scores()
         consumer = pipeline.PipelineUserType.Consumer
-        ahead = pipeline.make_pipeline_state(consumer, cfg.stages)
+        now = pipeline.make_pipeline_state(consumer, cfg.stages)
         read = pipeline.make_pipeline_state(consumer, cfg.ds_slots)
         written = pipeline.PipelineState(cfg.ds_slots, Int32(0), Int32(1), Int32(0))
         self.no_ds(0)
         head, m = tile.kv_head * shape.q_per_kv, tile.m_begin
         head_before, m_before = head, m
         blocks = shape.q_per_kv * (shape.m_blocks - tile.m_begin)
-        self.pipes.q.consumer_wait(ahead)
-        self.begin_scores(acc_S, ahead)
         for i in cutlass.range(blocks, unroll=1):
-            now = ahead.clone()
-            ahead.advance()
-            self.gradients(acc_S, now, written, tile, m)
-            acc_dQ = self.dq_of(read)
-            warpgroup.wait_group(cfg.warpgroups)  # all but dQ
-            self.release(now)
-            if i + 1 < blocks:
-                self.pipes.q.consumer_wait(ahead)
-            self.begin_scores(acc_S, ahead)  # of no block at last: nobody reads it then
-            warpgroup.wait_group(0)
+            acc_dQ = self.gradients(now, read, written, tile, m)
+            warpgroup.wait_group(1)  # all but dK
+            self.pipes.do.consumer_release(now)
             if i > 0:
                 self.add_dq(acc_dQ, head_before, tile.batch, m_before)
+            warpgroup.wait_group(0)
+            self.pipes.q.consumer_release(now)
+            now.advance()
             written.advance()
             read.advance()
             head_before, m_before = head, m

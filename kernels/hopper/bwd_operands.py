@@ -13,6 +13,7 @@ class Mmas(NamedTuple):
     dv: cute.TiledMma  # dV += P^T dO, P in registers
     dk: cute.TiledMma  # dK += dS^T Q, dS in registers
     dq: cute.TiledMma  # dQ = dS K, both from shared memory
+    statistics: cute.TiledMma  # ones times statistics, from which S and dP start; bf16
 
 
 class Inputs(NamedTuple):
@@ -23,10 +24,8 @@ class Inputs(NamedTuple):
     dk: TmaOperand
     dv: TmaOperand
     ds: cute.ComposedLayout  # shared memory, (64 keys, tile_m, slots)
-    lse: cute.Tensor  # (statistics * blocks, head, batch): -LSE / scale
-    delta: cute.Tensor  # the same shape: dLSE - rowsum(dO * O)
+    statistics: cute.Tensor  # (block_words, block, head, batch)
     dq: cute.Tensor  # (tile_m * head_dim, block, head, batch) fp32, in accumulators' order
-    turns: cute.Tensor | None = None  # as lse: counters of bwd_turns.py, if deterministic
 
 
 class Smem(NamedTuple):
@@ -35,8 +34,8 @@ class Smem(NamedTuple):
     v: cute.Tensor  # (64, head_dim_v, warpgroups)
     do: cute.Tensor  # (tile_m, head_dim_v, stages)
     ds: cute.Tensor  # (64, tile_m, ds_slots * warpgroups)
-    lse: cute.Tensor  # (statistics, stages)
-    delta: cute.Tensor  # (statistics, stages)
+    statistics: cute.Tensor  # (tile_m, STEP, stages) bf16, an operand, or (tile_m, 2, stages) fp32
+    ones: cute.Tensor  # (64, STEP, 2) bf16, the other operand
 
 
 class Shape(NamedTuple):

@@ -5,8 +5,12 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import BFloat16, Float32, Int32, const_expr
 
+from cute_attn.config import TURN_WORDS
+
+PARTS = 3  # bf16 numbers that hold the 24 bits of a fp32 one
+FAR = 2.0**120
 WARPS = 8
 THREADS = 32 * WARPS
 VECTOR = 8  # elements of 16 bits that a thread reads or writes at a time
@@ -36,29 +40,27 @@ class Rows(NamedTuple):
     do: cute.Tensor
     lse: cute.Tensor  # (seqlen_q)
     dlse: cute.Tensor
-    to_lse: cute.Tensor  # (statistics * blocks)
-    to_delta: cute.Tensor
-    to_turns: cute.Tensor | None = None  # as to_lse, if deterministic
+    words: cute.Tensor  # (block_words, blocks)
 
 
 @cute.kernel
-def row_statistics(
-    cfg: cutlass.Constexpr, o, do, lse, dlse, to_lse, to_delta, dq, scale, turns=None
-):
+def row_statistics(cfg: cutlass.Constexpr, o, do, lse, dlse, words, dq, scale):
     """For tile_m rows of one head, what S and dP start from: -LSE / scale, so far off that P is 0
     where the row sees no key or does not exist; -delta = dLSE - rowsum(dO * O) (FlashAttention-2,
-    algorithm 2, line 4); dQ's accumulator = 0, and so whose turn it is to add to it, if given.
+    algorithm 2, line 4); dQ's accumulator = 0, and so are the counters of bwd_turns.py.
 
     o, do (seqlen_q, head_dim_v, head, batch); lse, dlse (seqlen_q, head, batch)."""
     cute.arch.griddepcontrol_launch_dependents()
     of_block, block, head, batch = place(dq, statistics_ctas(cfg))
-    of_rows = [t for t in (lse, dlse, to_lse, to_delta, turns) if t is not None]
     x = Rows(
         *(t[None, None, head, batch] for t in (o, do)),
-        *(t[None, head, batch] for t in of_rows),
+        *(t[None, head, batch] for t in (lse, dlse)),
+        words[None, None, head, batch],
     )
     share = cfg.tile_m * cfg.width // statistics_ctas(cfg)
     zeros = cute.local_tile(dq[None, block, head, batch], (share,), (of_block,))
+    if const_expr(cfg.deterministic):
+        no_turns(cfg, x.words[None, block])
     statistics(cfg, x, block * statistics_ctas(cfg) + of_block, zeros, scale)
 
 
@@ -102,11 +104,16 @@ def statistics(cfg, x: Rows, cta: Int32, zeros: cute.Tensor, scale: Float32):
     if my_row >= end or of_row == -Float32.inf:  # no key seen: dLSE may be anything
         of_row, mine = Float32.inf, Float32(0.0)
     if lane < n:
-        for copy in cutlass.range_constexpr(cfg.copies):
-            x.to_lse[slot(cfg, my_row, copy)] = -of_row / scale
-            x.to_delta[slot(cfg, my_row, copy)] = mine
-            if const_expr(cfg.deterministic):
-                x.to_turns[slot(cfg, my_row, copy)] = Float32(0.0)
+        block, row = my_row // cfg.tile_m, my_row % cfg.tile_m
+        store_statistics(cfg, x.words[None, block], row, -of_row / scale, mine)
+
+
+@cute.jit
+def no_turns(cfg, words: cute.Tensor):
+    """Nobody has added to dQ yet. Each CTA of a block may say so."""
+    tidx = cute.arch.thread_idx()[0]
+    if tidx < TURN_WORDS:
+        words[cfg.statistics + tidx] = Float32(0.0)
 
 
 def vectors_of(x: cute.Tensor, first: Int32, step: int, n: int, col: Int32) -> cute.Tensor:
@@ -126,12 +133,31 @@ def fill_with_zeros(x: cute.Tensor):
         cute.autovec_copy(zero, four_at(x, 4 * (i * THREADS + cute.arch.thread_idx()[0])))
 
 
-def slot(cfg, row: Int32, copy: int) -> Int32:
-    """Where a row's statistic lies. Twice, in pairs of neighbours, if accumulators start from it:
-    a thread's accumulators hold two keys of each pair of queries."""
-    if cfg.copies == 1:
-        return row
-    return row // 2 * 4 + row % 2 + 2 * copy
+@cute.jit
+def split(x: Float32):
+    """x, or what is as far off as matters, as a sum of bf16 numbers: the tensor cores add them up.
+    An infinity would be a NaN there, times 0."""
+    x = Float32(FAR) if x > FAR else x
+    x = Float32(-FAR) if x < -FAR else x
+    parts = []
+    for _ in cutlass.range_constexpr(PARTS):
+        part = x.to(BFloat16)
+        parts.append(part)
+        x = x - part.to(Float32)
+    return parts
+
+
+@cute.jit
+def store_statistics(cfg, to: cute.Tensor, row: Int32, of_S: Float32, of_dP: Float32):
+    """Where a product starts from them, as 16 bytes of an operand."""
+    if const_expr(cfg.folded):
+        mine = cute.make_rmem_tensor(VECTOR, BFloat16)
+        mine.fill(0.0)
+        for i, part in enumerate(split(of_S) + split(of_dP)):
+            mine[i] = part
+        cute.autovec_copy(cute.recast_tensor(mine, Float32), four_at(to, 4 * row))
+    else:
+        to[row], to[cfg.tile_m + row] = of_S, of_dP
 
 
 def vector_at(row: cute.Tensor, col: Int32) -> cute.Tensor:

@@ -24,6 +24,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
+from cute_attn.config import TURN_WORDS
 from cute_attn.kernels.hopper.bwd_operands import Shape, Tile
 
 TURN_BARRIER = 4  # + warpgroup: it may add its part
@@ -47,10 +48,10 @@ def keep_order(cfg, causal: cutlass.Constexpr[bool], x, shape: Shape, tile: Tile
     """One warp, for all parts that warpgroup wg adds, in their order."""
     cute.arch.griddepcontrol_wait()  # counters' zeros
     for g in cutlass.range(shape.q_per_kv, unroll=1):
-        counters = x.turns[None, tile.kv_head * shape.q_per_kv + g, tile.batch]
+        words = x.statistics[None, None, tile.kv_head * shape.q_per_kv + g, tile.batch]
         for m in cutlass.range(tile.m_begin, shape.m_blocks, unroll=1):
             turn = last_block(cfg, causal, shape, m) - tile.n_block
-            counter = counter_of(cfg, counters, m, wg)
+            counter = counter_of(cfg, words[None, m], wg)
             with cute.arch.elect_one():
                 wait_until(counter, turn)
             cute.arch.sync_warp()
@@ -69,10 +70,9 @@ def wait_until(counter: cute.Pointer, turn: Int32):
         seen = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
 
 
-def counter_of(cfg, counters: cute.Tensor, m: Int32, wg: Int32) -> cute.Pointer:
-    """A block of queries has a statistic's room, of which warpgroups use a word each, in cache
-    lines of their own."""
-    first = counters.iterator + (m * cfg.statistics + 32 * wg)
+def counter_of(cfg, words: cute.Tensor, wg: Int32) -> cute.Pointer:
+    """After a block's statistics; warpgroups have cache lines of their own."""
+    first = words.iterator + (cfg.statistics + TURN_WORDS // 2 * wg)
     return cute.make_ptr(Int32, first.toint(), cute.AddressSpace.gmem, assumed_align=4)
 
 

@@ -15,6 +15,10 @@ from cute_attn.kernels.hopper.bwd_operands import Mmas
 
 class Layout(bwd.Layout):
     @property
+    def folded(self) -> bool:
+        return False  # 256 columns leave no room in shared memory
+
+    @property
     def ds_slots(self) -> int:
         """As many as the rings have stages, so that one state counts both."""
         return self.stages
@@ -34,6 +38,10 @@ class Layout(bwd.Layout):
     @property
     def shared_tiles(self) -> int:
         return 2 * self.ds_slots  # P and dS
+
+    @property
+    def ds_writers(self) -> int:
+        return 128 * self.warpgroups
 
     @property
     def ds_readers(self) -> int:
@@ -57,6 +65,9 @@ class Layout(bwd.Layout):
 
 
 class BackwardWideSm90(bwd.BackwardSm90):
+    def announce(self, pipes, shape, tile):
+        """Warpgroups themselves do: the other waits for it."""
+
     layout = Layout
     main = bwd_wide_mainloop
 
@@ -69,4 +80,5 @@ class BackwardWideSm90(bwd.BackwardSm90):
             make(dtype, dtype, K, MN, Float32, one, (64, cfg.dv_width)),
             make(dtype, dtype, K, MN, Float32, one, (64, cfg.dq_width)),
             make(dtype, dtype, MN, MN, Float32, one, (64, cfg.dq_width)),
+            None,
         )

@@ -17,7 +17,13 @@ from cutlass import Float32, Int32, pipeline
 from cutlass.cute.nvgpu import warpgroup
 
 from cute_attn.kernels.hopper import bwd_mainloop
-from cute_attn.kernels.hopper.bwd_mainloop import KEYS_BARRIER, OUTPUT_BARRIER, rounded, transposed
+from cute_attn.kernels.hopper.bwd_mainloop import (
+    KEYS_BARRIER,
+    OUTPUT_BARRIER,
+    columns,
+    rounded,
+    transposed,
+)
 from cute_attn.kernels.hopper.bwd_operands import Mmas, Smem, Tile
 from cute_attn.kernels.hopper.gemm import STEP, gemm
 
@@ -48,7 +54,7 @@ def part_of(sX: cute.Tensor, rows: cutlass.Constexpr[int], wg: Int32):
 
 @cute.jit
 def make_fragments(cfg, mmas: Mmas, smem: Smem, tidx, wg) -> Fragments:
-    scores, dv, dk, dq = [mma.get_slice(0) for mma in mmas]
+    scores, dv, dk, dq = [mma.get_slice(0) for mma in mmas[:4]]
     sQ, sdO = [part_of(t, cfg.score_columns, wg) for t in (smem.q, smem.do)]
     sQt, sKt = [part_of(transposed(t), cfg.dq_width, wg) for t in (smem.q, smem.k)]
     sdOt = part_of(transposed(smem.do), cfg.dv_width, wg)
@@ -76,13 +82,25 @@ def make_fragments(cfg, mmas: Mmas, smem: Smem, tidx, wg) -> Fragments:
 
 
 class Consumer(bwd_mainloop.Consumer):
+    @cute.jit
+    def columns_of(self, which: cutlass.Constexpr[int], slot: Int32):
+        """A statistic of this thread's queries."""
+        rows = self.smem.statistics[None, which, slot]
+        return columns(rows, self.f.cS, self.cfg.score_columns)
+
+    @cute.jit
+    def differentiate(self, acc_P: cute.Tensor, acc_dP: cute.Tensor, delta: cute.Tensor):
+        """dS = P * (dP - delta), in dP's place."""
+        for i in cutlass.range_constexpr(cute.size(acc_P)):
+            acc_dP[i] = acc_P[i] * (acc_dP[i] + delta[i // 4 * 2 + i % 2])
+
     def first_key(self, tile: Tile):
         return tile.n_block * self.cfg.tile_n
 
     @cute.jit
     def weigh(self, acc_S: cute.Tensor, slot: Int32):
         """P = exp(S - LSE)."""
-        start = self.columns_of(self.smem.lse, slot)
+        start = self.columns_of(0, slot)
         for i in cutlass.range_constexpr(cute.size(acc_S)):
             shifted = acc_S[i] + start[i // 4 * 2 + i % 2]
             acc_S[i] = cute.math.exp2(shifted * self.scale_log2, fastmath=True)
@@ -126,6 +144,11 @@ class Consumer(bwd_mainloop.Consumer):
         self.put(rounded(acc, sX.element_type), self.mmas.scores, sX)
 
     @cute.jit
+    def hand_over(self, slot):
+        cute.arch.fence_view_async_shared()
+        cute.arch.mbarrier_arrive(self.pipes.ds.sync_object_full.get_barrier(slot))
+
+    @cute.jit
     def wait_until_read(self, at):
         """A slot is written again two blocks later, when nothing else orders this warpgroup after
         the other's last product that reads it, dQ: the other has written the block between, but
@@ -149,7 +172,7 @@ class Consumer(bwd_mainloop.Consumer):
 
     @cute.jit
     def share_gradients(self, acc_P: cute.Tensor, acc_dP: cute.Tensor, at):
-        self.differentiate(acc_P, acc_dP, self.columns_of(self.smem.delta, at.index))
+        self.differentiate(acc_P, acc_dP, self.columns_of(1, at.index))
         self.share(acc_dP, 2 * at.index + 1)
         self.hand_over(at.index)
 
