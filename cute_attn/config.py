@@ -131,7 +131,7 @@ class BwdConfig:
 
     def __post_init__(self) -> None:
         _check_types(self)
-        # One stage or three slots would be overwritten while they are read; two warpgroups are what
+        # One stage or two slots would be overwritten while they are read; two warpgroups are what
         # the kernels divide dQ, registers and the wide kernel's queries by.
         _check_allowed(self, "stages", range(2, 9))
         _check_allowed(self, "ds_slots", range(3, 9))

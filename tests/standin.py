@@ -83,7 +83,10 @@ class Device:
             for t in (lse, dlse, stats, parts):
                 assert t.dtype == torch.float32
             assert dlse.shape == lse.shape and stats.is_contiguous() and parts.is_contiguous()
-            assert stats.shape[0] == (3 if config.deterministic else 2)
+            rows = config.tile_m(problem)
+            blocks = *lse.shape[:2], -(-lse.shape[2] // rows)
+            assert stats.shape == (*blocks, config.block_words(problem))
+            assert parts.shape == (*blocks, rows * config.width(problem))
             assert type(scale) is float and score_scale == scale != 0.0
             options = {"causal": problem.causal, "softmax_scale": scale, "dlse": dlse}
             got = reference_backward.attention_backward_blockwise(do, q, k, v, o, lse, **options)

@@ -59,8 +59,8 @@ def test_limits():
     [
         ("stages", 1, "2 to 8"),
         ("stages", 9, "2 to 8"),
-        ("ds_slots", 3, "4 to 8"),
-        ("ds_slots", 0, "4 to 8"),
+        ("ds_slots", 2, "3 to 8"),
+        ("ds_slots", 9, "3 to 8"),
         ("warpgroups", 1, "2"),
         ("warpgroups", 3, "2"),
     ],
@@ -95,6 +95,23 @@ def test_tiles_of_the_backward():
     assert [config.wide(p) for p in problems] == [False, True, True, True]
     assert not any(map(config.infeasible, problems))
     assert deep.infeasible(problems[2]) == "" and str(SMEM_LIMIT) in deep.infeasible(problems[3])
+
+
+def test_slots_of_ds_take_shared_memory():
+    """Up to 64 columns, with 128 queries a block, nothing is left for more than the default."""
+    dims = ((64, 64), (64, 128), (128, 128), (192, 128), (256, 256))
+    configs = [BwdConfig(stages, ds_slots) for stages in (2, 3) for ds_slots in (3, 4)]
+    fit = [[not c.infeasible(Problem("bf16", *d)) for c in configs] for d in dims]
+    assert fit == [[1, 0, 0, 0], [1, 1, 1, 1], [1, 1, 1, 0], [1, 1, 1, 1], [1, 1, 0, 0]]
+
+
+def test_scratch_of_the_backward():
+    """The rows' statistics come first and in vectors of 16 bytes, so do the next block's."""
+    for d in (64, 128, 256):
+        problem, fixed = Problem("bf16", d, d), BwdConfig(deterministic=True)
+        statistics, words = fixed.statistics(problem), fixed.block_words(problem)
+        assert BwdConfig().block_words(problem) == statistics == words - 64
+        assert words * 4 % 128 == statistics * 4 % 128 == 0, "counters share no cache line"
 
 
 def test_parts_of_the_keys():
