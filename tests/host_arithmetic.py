@@ -1,12 +1,16 @@
 """The kernels' own index arithmetic, compiled for the CPU: which tile an index means, and which
-keys and blocks a row reads."""
+keys and blocks a row reads; what the backward's statistics become."""
+
+from unittest import mock
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32
+from cutlass import BFloat16, Float32, Int32, const_expr
 
 from cute_attn.kernels.common.mask import first_full_block, keys_seen, kv_block_end
-from cute_attn.kernels.hopper.bwd import kernel_of
+from cute_attn.kernels.hopper import bwd
+from cute_attn.kernels.hopper.bwd_operands import Smem
+from cute_attn.kernels.hopper.bwd_rows import store_statistics
 from cute_attn.kernels.hopper.bwd_turns import last_block
 from cute_attn.kernels.hopper.fwd import ForwardSm90
 from cute_attn.kernels.hopper.operands import Parts
@@ -49,7 +53,7 @@ class Arithmetic:
 
 class BackwardArithmetic:
     def __init__(self, problem, config):
-        self.kernel = kernel_of(problem, config)
+        self.kernel = bwd.kernel_of(problem, config)
         self.problem, self.cfg = self.kernel.problem, self.kernel.cfg
 
     @cute.jit
@@ -66,6 +70,44 @@ class BackwardArithmetic:
                 tiles[i, j] = tile[j]
         for m in cutlass.range(last.shape[1]):
             last[0, m] = last_block(self.cfg, self.problem.causal, shape, Int32(m))
+
+
+class Statistics:
+    def __init__(self, problem, config):
+        self.cfg = bwd.kernel_of(problem, config).cfg
+
+    @cute.jit
+    def __call__(
+        self,
+        rows: cute.Tensor,
+        words: cute.Tensor,
+        statistics: cute.Tensor,
+        ones: cute.Tensor,
+        of_statistics: cute.Tensor,
+        of_ones: cute.Tensor,
+    ):
+        """rows (blocks * tile_m, 2): what S and dP start from. words (blocks, statistics): the
+        scratch. statistics and ones: shared memory of the two operands before the first load, and
+        of_statistics (tile_m, STEP, stages), of_ones (64, STEP, 2): where in it their elements lie,
+        if S and dP start by a product."""
+        cfg = self.cfg
+        for i in cutlass.range(rows.shape[0]):
+            block, row = i // cfg.tile_m, i % cfg.tile_m
+            store_statistics(cfg, words[block, None], Int32(row), rows[i, 0], rows[i, 1])
+        if const_expr(cfg.folded):
+            layouts = bwd.statistics_layout(cfg), bwd.ones_layout(cfg)
+            views = [cute.make_tensor(t.iterator, x) for t, x in zip((statistics, ones), layouts)]
+            bwd.fill_operands(Smem(*[None] * 5, *views))
+            places(of_statistics, layouts[0])
+            places(of_ones, layouts[1])
+
+
+@cute.jit
+def places(to: cute.Tensor, layout: cutlass.Constexpr):
+    for i in cutlass.range(to.shape[0]):
+        for j in cutlass.range(to.shape[1]):
+            for k in cutlass.range(to.shape[2]):
+                to[i, j, k] = cute.crd2idx((i, j, k), layout)
 
 
 def tensor(dtype, rank):
@@ -87,3 +129,16 @@ def compile_backward_arithmetic(problem, config):
     """A function of torch CPU tensors (q, k, tiles, last)."""
     io = [tensor(t, rank) for t, rank in ((BFloat16, 4), (BFloat16, 4), (Int32, 2), (Int32, 2))]
     return cute.compile(BackwardArithmetic(problem, config), *io, options="--enable-tvm-ffi")
+
+
+def compile_statistics(problem, config):
+    """A function of torch CPU tensors (rows, words, statistics, ones, of_statistics, of_ones)."""
+    io = [tensor(t, rank) for t, rank in ((Float32, 2), (Float32, 2), (BFloat16, 1), (BFloat16, 1))]
+    io += [tensor(Int32, 3) for _ in range(2)]
+    one_thread = {
+        "thread_idx": lambda: (Int32(0), Int32(0), Int32(0)),
+        "block_dim": lambda: (Int32(1), Int32(1), Int32(1)),
+        "fence_view_async_shared": lambda: None,
+    }
+    with mock.patch.multiple(cute.arch, **one_thread):
+        return cute.compile(Statistics(problem, config), *io, options="--enable-tvm-ffi")

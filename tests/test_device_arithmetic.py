@@ -1,5 +1,7 @@
-"""Tile order, masks' block ranges, turns: the device functions themselves, run on the CPU."""
+"""Tile order, masks' block ranges, turns, the backward's statistics: the device functions
+themselves, run on the CPU."""
 
+import math
 import random
 
 import pytest
@@ -7,7 +9,11 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("cutlass.cute")
 
-from host_arithmetic import compile_arithmetic, compile_backward_arithmetic  # noqa: E402
+from host_arithmetic import (  # noqa: E402
+    compile_arithmetic,
+    compile_backward_arithmetic,
+    compile_statistics,
+)
 
 from cute_attn.config import BwdConfig, FwdConfig  # noqa: E402
 from cute_attn.problem import Problem  # noqa: E402
@@ -172,3 +178,94 @@ def test_every_part_of_dq_has_its_turn(dim, causal):
                 for m in range(m_blocks)]  # fmt: skip
         assert (added >= torch.tensor([-(-count // keys) for count in seen])).all()
         assert len(set(map(tuple, tiles[:, :3].tolist()))) == len(tiles)
+
+
+FAR = 2.0**120
+
+
+class Started:
+    """What the kernels around a product of ones and statistics make of rows (n, 2) with what S and
+    dP start from, n a multiple of tile_m."""
+
+    def __init__(self, dim, rows, stages=2):
+        problem, config = Problem("bf16", dim, dim, False), BwdConfig(stages=stages)
+        self.tile_m, self.words = config.tile_m(problem), config.statistics(problem)
+        self.blocks = len(rows) // self.tile_m
+        self.scratch = torch.full((self.blocks, config.block_words(problem)), math.nan)
+        size = 16 * self.tile_m * stages, 16 * 64 * 2
+        self.statistics, ones = (torch.full((n,), math.nan, dtype=torch.bfloat16) for n in size)
+        self.places = torch.zeros(self.tile_m, 16, stages, dtype=torch.int32)
+        of_ones = torch.zeros(64, 16, 2, dtype=torch.int32)
+        function = compile_statistics(problem, config)
+        function(rows, self.scratch, self.statistics, ones, self.places, of_ones)
+        self.ones = ones[of_ones].double()  # (64, 16, 2)
+
+    def parts(self):
+        """(n, 8), as rows of the operand begin."""
+        return self.scratch[:, : self.words].reshape(-1).view(torch.bfloat16).view(-1, 8)
+
+    def operand(self, block, stage):
+        """(tile_m, 16), after the load of a block."""
+        memory, begin = self.statistics.clone(), self.places[0, 0, stage]
+        loaded = self.scratch[block, : self.words].view(torch.bfloat16)
+        memory[begin : begin + len(loaded)] = loaded
+        return memory[self.places[:, :, stage]].double()
+
+
+def full_precision(n, low=-90, high=119):
+    """n numbers of both signs with 24 random bits."""
+    random_bits = torch.Generator().manual_seed(4)
+    mantissa = torch.randint(2**23, 2**24, (n,), generator=random_bits).double()
+    exponent = torch.randint(low, high + 1, (n,), generator=random_bits)
+    sign = torch.randint(0, 2, (n,), generator=random_bits) * 2 - 1
+    return (sign * torch.ldexp(mantissa, exponent - 23)).float()
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_statistics_lose_no_bit(dim):
+    """Three bf16 numbers hold the 24 bits, the nearest ones first: the product's sum, which rounds
+    once at most, begins with the largest."""
+    rows = full_precision(4096).view(-1, 2)
+    edges = torch.tensor([0.0, 1.0, 255.5, 1 + 2**-23, 2 - 2**-23, 2**-90, FAR, FAR * (1 - 2**-24)])
+    rows[:8] = torch.stack([edges, -edges.flip(0)], 1)
+    parts = Started(dim, rows).parts()
+    of_both = parts[:, :6].double().view(-1, 2, 3)
+    assert torch.equal(of_both.sum(2), rows.double())
+    assert torch.equal(of_both[:, :, 0], rows.bfloat16().double())
+    assert (of_both[:, :, 1:].abs() <= of_both[:, :, :2].abs() * 2.0**-8).all()
+    assert (parts[:, 6:] == 0).all()
+
+
+def test_statistics_that_are_far_off_stay_finite():
+    """An infinity, or what bf16 rounds to one, would be NaN in the row's other statistic; rows that
+    see no key begin from one. NaN stays NaN."""
+    beyond = [math.inf, 3.4e38, 2 * FAR, FAR * (1 + 2**-23)]
+    values = torch.tensor([*beyond, *(-x for x in beyond), math.nan, FAR, 1e-38, 0.0] * 16)
+    want = values.clamp(-FAR, FAR).double()
+    of_S, of_dP = Started(128, torch.stack([values, values.flip(0)], 1)).parts()[:, :6].split(3, 1)
+    for got, wanted in ((of_S, want), (of_dP, want.flip(0))):
+        nan = wanted.isnan()
+        assert (got[~nan].isfinite().all()) and got[nan].isnan().any(1).all() and nan.any()
+        off = (got.double().sum(1) - wanted)[~nan]
+        assert (off.abs() <= 2.0**-126).all(), "what is less than normal may be taken as 0"
+        assert (off[wanted[~nan].abs() > 1] == 0).all()
+
+
+@pytest.mark.parametrize("dim, stages", [(64, 2), (128, 3)])
+def test_products_pick_their_statistics(dim, stages):
+    """In every slot, over what was in shared memory: the loads fill half of the columns."""
+    rows = full_precision(2 * 128 * stages, low=-20, high=20).view(-1, 2)
+    started = Started(dim, rows, stages)
+    blocks = rows.double().view(started.blocks, started.tile_m, 2)
+    for stage in range(stages):
+        block = stage % started.blocks
+        operand = started.operand(block, stage)
+        for which in range(2):
+            got = started.ones[:, :, which] @ operand.T  # (64 keys, tile_m)
+            assert torch.equal(got, blocks[block, :, which].expand(64, -1))
+
+
+def test_statistics_of_wide_heads_are_added():
+    rows = torch.cat([full_precision(254), torch.tensor([math.inf, -math.inf])]).view(-1, 2)
+    started = Started(256, rows)
+    assert torch.equal(started.scratch, rows.view(2, 64, 2).transpose(1, 2).reshape(2, 128))
