@@ -1,5 +1,6 @@
 """Hopper backward attention by recomputation (FlashAttention-2, algorithm 2): a CTA per block of
-128 keys and KV head, one producer warp, two consumer warpgroups of 64 keys each.
+128 keys and KV head, a producer warp, one that announces dS, two consumer warpgroups of 64 keys
+each.
 
 row_statistics -> the main kernel (bwd_load.py, bwd_mainloop.py, bwd_turns.py) -> finish_dq
 
@@ -356,7 +357,7 @@ class Pipelines:
     v: pipeline.PipelineTmaAsync
     q: pipeline.PipelineTmaAsync
     do: pipeline.PipelineTmaAsync
-    ds: pipeline.PipelineAsync  # one arrival of every thread that writes
+    ds: pipeline.PipelineAsync  # ds_writers arrivals
 
 
 @cute.jit
@@ -374,7 +375,7 @@ def fill_operands(smem: Smem):
 
 
 def make_pipelines(cfg: Layout, dtype, storage, x: Inputs) -> Pipelines:
-    """One producer thread; every consumer warp releases a slot."""
+    """One producer thread, but of dS; every consumer warp releases a slot."""
 
     def group(n):
         return pipeline.CooperativeGroup(pipeline.Agent.Thread, n)

@@ -4,8 +4,9 @@ for every head of the group, every block i of queries:
     S^T  = K Q_i^T,  dP^T = V dO_i^T
     P^T  = exp(S^T - LSE_i), 0 where masked
     dS^T = P^T * (dP^T - delta_i)
-    dV  += P^T dO_i,  dK += dS^T Q_i,  dQ_i += dS K
-dK, dV (and dQ at the end) are multiplied with what softmax_scale leaves to do.
+    dV  += P^T dO_i,  dQ_(i-1) += dS_(i-1) K,  dK += dS^T Q_i
+dK, dV (and dQ at the end) are multiplied with what softmax_scale leaves to do. Accumulators of S^T
+and dP^T start from -LSE_i / scale and -delta_i.
 
 Scores are computed transposed, so that P and dS are operands of dV and dK where they are, in
 registers; dQ alone needs dS of both warpgroups, through shared memory.
