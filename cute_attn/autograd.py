@@ -12,6 +12,8 @@ from torch import Tensor
 from cute_attn import backward, launch, problem
 
 _transforms_active = torch._C._are_functorch_transforms_active
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_function_modes = torch._C._len_torch_function_stack
 _library = torch.library.Library("cute_attn", "DEF")  # its operators live as long as it does
 _library.define(
     "fwd(Tensor q, Tensor k, Tensor v, float? softmax_scale, bool causal, bool deterministic)"
@@ -38,9 +40,9 @@ def attention(
     """Differentiable attention: (out, lse), lse None unless return_lse. Arguments and errors are
     those of cute_attn.flash_attn_func.
 
-    Without gradients plain tensors take the short way, launch.forward: the dispatcher would cost
-    more than a small kernel. It is needed where something watches it: autograd, torch.compile,
-    and tensors of other classes (fake ones among them).
+    Plain tensors take the short way, launch.forward, with gradients inside an autograd.Function:
+    the dispatcher would cost more than a small kernel. It is needed where something watches it:
+    torch.compile, dispatch modes, and tensors of other classes (fake ones among them).
     """
     if not isinstance(causal, bool):
         raise TypeError(f"causal is {causal!r}: a bool is wanted")
@@ -59,6 +61,9 @@ def attention(
             softmax_scale = launch.checked_scale(softmax_scale)
         if launch._forward_ad._current_level >= 0:  # torch's own message names no argument
             launch._refuse_tangents(q, k, v)
+        if type(q) is type(k) is type(v) is Tensor and not _watched():
+            out, lse = _Attention.apply(q, k, v, softmax_scale, causal, deterministic)
+            return out, lse if return_lse else None
     if _device_type(q) not in ("cpu", "cuda"):  # for meta the fake implementation would answer
         launch.choose_arch(q.device, None)
     out, lse = torch.ops.cute_attn.fwd(q, k, v, softmax_scale, causal, deterministic)
@@ -76,6 +81,11 @@ def _plain(q: Tensor, k: Tensor, v: Tensor) -> bool:
             torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
         )
     return not all(isinstance(t, Tensor) for t in (q, k, v))
+
+
+def _watched() -> bool:
+    """Whether a mode sees operators, and may act on them."""
+    return bool(_dispatch_modes() or _function_modes())
 
 
 def _fwd(
@@ -141,8 +151,29 @@ def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tens
         return (None,) * 6
     if dout is None:
         dout = out.new_zeros(()).expand(out.shape)
-    dq, dk, dv = torch.ops.cute_attn.bwd(dout, q, k, v, out, lse, dlse, *ctx.options)
+    scale, causal, deterministic = ctx.options
+    if torch.is_grad_enabled() or _watched() or type(dout) is not Tensor:
+        # the operator also has the error for gradients of gradients
+        dq, dk, dv = torch.ops.cute_attn.bwd(dout, q, k, v, out, lse, dlse, *ctx.options)
+    else:
+        dq, dk, dv = backward.backward(
+            dout, q, k, v, out, lse, causal, scale, dlse=dlse, deterministic=deterministic
+        )
     return dq, dk, dv, None, None, None
+
+
+class _Attention(torch.autograd.Function):  # type: ignore[misc]
+    """What torch.ops.cute_attn.fwd does of a tensor that requires grad, without the dispatcher."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        output = _fwd(*inputs)
+        _save(ctx, inputs, output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        return _gradients(ctx, *gradients)
 
 
 def _no_second_gradients(ctx: Any, *_: Tensor | None) -> None:

@@ -14,7 +14,25 @@ from cute_attn import launch, tuning_bwd
 from cute_attn.config import BwdConfig
 from cute_attn.problem import Problem
 
+Layout = tuple[tuple[int, ...], tuple[int, ...]]  # shape, strides
 TINY_SCALE = 2.0**-64  # stands for 0 in P = exp(scale * (Q K^T - LSE / scale))
+
+
+@dataclass(slots=True)
+class Plan:
+    """What does not change between two calls with the same key."""
+
+    call: launch.Plan  # of the forward
+    config: BwdConfig
+    gradients: tuple[Layout, Layout, Layout]
+    scratch: tuple[Layout, Layout]
+    direct: bool  # tensors can be read as they are, if their bases are aligned
+    kernel: jit.Kernel | None = None
+    no_dlse: Tensor | None = None  # a zero of lse's shape
+
+
+_plans: dict[tuple[object, ...], Plan] = {}
+_zeros: dict[int, Tensor] = {}  # device -> one float
 
 
 def backward(
@@ -32,38 +50,76 @@ def backward(
     config: BwdConfig | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One attention backward. Arguments, results and errors are those of cute_attn.bwd."""
-    if not isinstance(deterministic, bool):
-        raise TypeError(f"deterministic is {deterministic!r}: a bool is wanted")
     scale = None if softmax_scale is None else launch.checked_scale(softmax_scale)
-    plan = launch.make_plan(q, k, v, causal, scale is not None and scale < 0, arch=arch)
-    _check("dout", dout, plan, plan.out_shape, plan.dtype)
-    _check("out", out, plan, plan.out_shape, plan.dtype)
-    _check("lse", lse, plan, plan.lse_shape, torch.float32)
-    if dlse is not None:
-        _check("dlse", dlse, plan, plan.lse_shape, torch.float32)
-    if config is not None:
-        choose_config(plan.problem, config, deterministic)
-    _refuse_derivatives(dout=dout, q=q, k=k, v=v, out=out, lse=lse, dlse=dlse)
-    if plan.empty:
-        dq, dk, dv = (t.new_zeros(t.shape) for t in (q, k, v))
-        return dq, dk, dv
-    if plan.arch != "cpu":
-        config = choose_config(plan.problem, config, deterministic)
-        given = plan.scale if scale is None else scale
-        given = 0.0 if abs(given) < launch.MIN_SCALE else given
-        with torch.cuda.device(plan.device):
-            return _launch(plan, dout, q, k, v, out, lse, dlse, given, config)
-    from cute_attn import reference_backward
-
+    negative = scale is not None and scale < 0
+    tensors = (dout, q, k, v, out, lse) if dlse is None else (dout, q, k, v, out, lse, dlse)
+    options = causal, negative, deterministic, arch, config
+    key: tuple[object, ...] = ()
+    plan = None
+    try:
+        key = (*((t.shape, t.stride(), t.dtype, t.device) for t in tensors), *options)
+        plan = _plans.get(key)
+    except (AttributeError, TypeError, RuntimeError):  # no dense tensors, or not hashable
+        key = ()
+    if plan is None:
+        plan = make_plan(dout, q, k, v, out, lse, dlse, *options)
+        if len(_plans) >= launch.MAX_PLANS:
+            _plans.clear()
+        if key:
+            _plans[key] = plan
+    for name, flag in (("causal", causal), ("deterministic", deterministic)):
+        if flag is not True and flag is not False:  # 1 hashes as True does
+            raise TypeError(f"{name} is {flag!r}: a bool is wanted")
+    _refuse_derivatives(tensors)
+    call = plan.call
     if scale is not None and abs(scale) < launch.MIN_SCALE:
         scale = 0.0
-    return reference_backward.attention_backward_blockwise(
-        dout, q, k, v, out, lse, causal=causal, softmax_scale=scale, dlse=dlse
-    )
+    if call.empty:
+        dq, dk, dv = (t.new_zeros(t.shape) for t in (q, k, v))
+        return dq, dk, dv
+    if call.arch == "cpu":
+        from cute_attn import reference_backward
+
+        return reference_backward.attention_backward_blockwise(
+            dout, q, k, v, out, lse, causal=causal, softmax_scale=scale, dlse=dlse
+        )
+    scale = call.scale if scale is None else scale
+    if plan.kernel is None:
+        _bind(plan)
+    if launch._current_device() == call.index:
+        return _launch(plan, tensors, dlse, scale)
+    with torch.cuda.device(call.index):
+        return _launch(plan, tensors, dlse, scale)
 
 
 def _launch(
-    plan: launch.Plan,
+    plan: Plan, tensors: tuple[Tensor, ...], dlse: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The tensors' device is current here."""
+    dout, q, k, v, out, lse = tensors[:6]
+    if (
+        not plan.direct
+        or (q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr() | dout.data_ptr()) & 15
+    ):
+        q, k, v, out, dout = (launch.loadable(t) for t in (q, k, v, out, dout))
+    dtype = plan.call.dtype
+    dq, dk, dv = (launch._empty(*layout, dtype) for layout in plan.gradients)
+    stats, parts = (launch._empty(*layout, torch.float32) for layout in plan.scratch)
+    if dlse is None:
+        dlse = plan.no_dlse
+    if dlse is None:  # not inside a graph, whose memory would not outlive it
+        dlse = torch.zeros((), dtype=torch.float32, device=q.device).expand(plan.call.lse_shape)
+    score_scale = scale if abs(scale) > TINY_SCALE else TINY_SCALE
+    plan.kernel(  # type: ignore[misc]
+        q, k, v, out, dout, lse, dlse, dq, dk, dv, stats, parts, scale, score_scale
+    )
+    return dq, dk, dv
+
+
+# Plans
+
+
+def make_plan(
     dout: Tensor,
     q: Tensor,
     k: Tensor,
@@ -71,20 +127,46 @@ def _launch(
     out: Tensor,
     lse: Tensor,
     dlse: Tensor | None,
-    scale: float,
-    config: BwdConfig,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The tensors' device is current here."""
-    problem = kernel_problem(plan.problem)
-    kernel = launch.compiled(problem, config, plan.arch)
-    q, k, v, out, dout = (launch.loadable(t) for t in (q, k, v, out, dout))
-    dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
-    if dlse is None:
-        dlse = torch.zeros((), dtype=torch.float32, device=q.device).expand(plan.lse_shape)
-    stats, parts = (lse.new_empty(shape) for shape in scratch_shapes(problem, config))
-    score_scale = scale if abs(scale) > TINY_SCALE else TINY_SCALE
-    kernel(q, k, v, out, dout, lse, dlse, dq, dk, dv, stats, parts, scale, score_scale)
-    return dq, dk, dv
+    causal: bool,
+    negative: bool,
+    deterministic: bool,
+    arch: str | None,
+    config: BwdConfig | None,
+) -> Plan:
+    """Check the call. Nothing is compiled or allocated here; a first launch does both."""
+    if not isinstance(deterministic, bool):
+        raise TypeError(f"deterministic is {deterministic!r}: a bool is wanted")
+    call = launch.make_plan(q, k, v, causal, negative, arch=arch)
+    _check("dout", dout, call, call.out_shape, call.dtype)
+    _check("out", out, call, call.out_shape, call.dtype)
+    _check("lse", lse, call, call.lse_shape, torch.float32)
+    if dlse is not None:
+        _check("dlse", dlse, call, call.lse_shape, torch.float32)
+    chosen = choose_config(call.problem, config, deterministic)
+    dq, dk, dv = (_contiguous(tuple(t.shape)) for t in (q, k, v))
+    statistics, accumulator = map(_contiguous, scratch_shapes(call.problem, chosen))
+    direct = all(launch._loadable_strides(t) for t in (q, k, v, out, dout))
+    return Plan(call, chosen, (dq, dk, dv), (statistics, accumulator), direct)
+
+
+def _contiguous(shape: tuple[int, ...]) -> Layout:
+    return shape, launch._contiguous_stride(shape)
+
+
+def _bind(plan: Plan) -> None:
+    """Give the plan its kernel, and a zero for the gradient of LSE that nobody gives."""
+    call = plan.call
+    index = call.index = call.device.index or 0
+    with torch.cuda.device(call.device):
+        kernel = launch.compiled(kernel_problem(call.problem), plan.config, call.arch)
+        if index not in _zeros and not launch._capturing():
+            zero = torch.zeros((), dtype=torch.float32, device=call.device)
+            if call.device.type == "cuda":
+                torch.cuda.current_stream(call.device).synchronize()  # others read it too
+            _zeros[index] = zero
+    if index in _zeros:
+        plan.no_dlse = _zeros[index].expand(call.lse_shape)
+    plan.kernel = kernel
 
 
 # What a problem runs
@@ -221,13 +303,14 @@ def _check(
         raise ValueError(f"{name}.device is {t.device}: it must be q.device, {plan.device}")
 
 
-def _refuse_derivatives(**inputs: Tensor | None) -> None:
+def _refuse_derivatives(tensors: tuple[Tensor, ...]) -> None:
     """Gradients of gradients would be silently 0."""
     forward_mode = launch._forward_ad._current_level >= 0
-    for name, t in inputs.items():
-        if t is None:
-            continue
-        if t.requires_grad and torch.is_grad_enabled():
+    grad = launch._grad_enabled()
+    if not forward_mode and not grad:
+        return
+    for name, t in zip(("dout", "q", "k", "v", "out", "lse", "dlse"), tensors):
+        if grad and t.requires_grad:
             raise NotImplementedError(
                 f"{name} requires grad and double backward is not built: call bwd under "
                 "torch.no_grad() or on detached tensors"

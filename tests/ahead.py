@@ -42,7 +42,11 @@ def forward_jobs():
     found += [problem(FP16, 256, 256, c) for c in (False, True)]
     found += [problem(BF16, 64, 256, False)]
     found += [problem(BF16, *dims, c, True) for dims in ((64, 64), (16, 24)) for c in (False, True)]
-    few = [(BF16, d, d) for d in (64, 128, 256)] + [(FP16, d, d) for d in (64, 128)]
+    few = (
+        [(BF16, d, d) for d in (64, 128, 256)]
+        + [(BF16, 192, 128)]
+        + [(FP16, d, d) for d in (64, 128)]
+    )
     few = [problem(*c, causal) for c in few for causal in (False, True)]
     return [(p, tuning.pick(p)) for p in found] + [(p, tuning.split(p)) for p in few]
 

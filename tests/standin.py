@@ -9,8 +9,8 @@ import math
 import torch
 
 import cute_attn
+from cute_attn import backward, launch, reference, reference_backward
 from cute_attn import compile as jit
-from cute_attn import launch, reference, reference_backward
 from cute_attn.config import BwdConfig
 
 BF16 = torch.bfloat16
@@ -131,6 +131,8 @@ def install(monkeypatch):
     monkeypatch.setattr(jit, "in_memory", lambda p, c, a: memory.get((p.static(), c, a)))
     for name in ("_plans", "_counters", "_idle_counters", "_slots", "_slots_used"):
         monkeypatch.setattr(launch, name, {})
+    for name in ("_plans", "_zeros"):
+        monkeypatch.setattr(backward, name, {})
     return fake
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from gradients import check
 from helpers import BF16, DEVICES, FP16, close, qkv, rand
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import cute_attn
@@ -149,10 +150,13 @@ def test_packed_functions_take_views(device, causal, monkeypatch):
     q, k, v = (t.clone().requires_grad_() for t in detached(*qkv_.unbind(2)))
     kv = torch.stack((k, v), 2).detach()[:, :, :, :2].requires_grad_()
     seen = []
-    op = torch.ops.cute_attn.fwd.default
-    monkeypatch.setattr(
-        torch.ops.cute_attn, "fwd", lambda *a: seen.extend(t.data_ptr() for t in a[:3]) or op(*a)
-    )
+    forward = launch.forward
+
+    def spy(*args, **options):
+        seen.extend(t.data_ptr() for t in args[:3])
+        return forward(*args, **options)
+
+    monkeypatch.setattr(launch, "forward", spy)
     options = {"causal": causal, "softmax_scale": 0.2, "return_attn_probs": True}
     out, lse, _ = cute_attn.flash_attn_qkvpacked_func(qkv_, **options)
     assert seen == [qkv_[:, :, i].data_ptr() for i in range(3)]
@@ -174,8 +178,40 @@ def no_dispatcher(*_):
     raise AssertionError("the dispatcher was asked")
 
 
+class Watcher(TorchDispatchMode):
+    """Lists the operators that it sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.seen.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+@both_masks
+def test_the_short_way_and_the_operator_give_the_same(monkeypatch, causal):
+    """The dispatcher costs more than a small kernel, but who watches operators must see them."""
+    q, k, v = leaves(2, 70, 90, (4, 2), 64)
+    out, lse, _ = cute_attn.flash_attn_func(q, k, v, causal=causal, return_attn_probs=True)
+    dout, dlse = rand(tuple(out.shape), seed=1), rand(tuple(lse.shape), seed=2).float()
+    watcher = Watcher()
+    with watcher:
+        watched = cute_attn.flash_attn_func(q, k, v, causal=causal, return_attn_probs=True)
+        want = torch.autograd.grad(watched[:2], (q, k, v), (dout, dlse))
+    names = [name for name in watcher.seen if name.startswith("cute_attn")]
+    assert names == ["cute_attn.fwd.default", "cute_attn.bwd.default"]
+    for name in ("fwd", "bwd"):
+        monkeypatch.setattr(torch.ops.cute_attn, name, no_dispatcher)
+    got = torch.autograd.grad((out, lse), (q, k, v), (dout, dlse))
+    assert equal((out, lse), watched[:2]) and equal(got, want)
+    cute_attn.flash_attn_func(q, k, v, causal=causal).sum().backward()
+    assert all(t.grad is not None for t in (q, k, v))
+
+
 def test_without_gradients_it_is_fwd(monkeypatch):
-    """The same bits and no dispatcher, which would cost more than a small kernel."""
+    """The same bits and no dispatcher."""
     q, k, v = qkv(2, 70, 90, (4, 2), 64)
     grad = [t.clone().requires_grad_() for t in (q, k, v)]
     want = cute_attn.fwd(q, k, v, causal=True, return_lse=True)
@@ -185,7 +221,7 @@ def test_without_gradients_it_is_fwd(monkeypatch):
         with guard():
             got = cute_attn.flash_attn_func(*grad, causal=True, return_attn_probs=True)
             assert equal(got[:2], want) and got[2] is None
-    with pytest.raises(AssertionError, match="dispatcher"):
+    with Watcher(), pytest.raises(AssertionError, match="dispatcher"):
         cute_attn.flash_attn_func(*grad)
 
 
