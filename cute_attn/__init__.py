@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 __all__ = ["BwdConfig", "Explanation", "FwdConfig", "Problem", "bwd", "explain", "flash_attn_func"]
 __all__ += ["flash_attn_kvpacked_func", "flash_attn_qkvpacked_func", "fwd", "merge", "warmup"]
+__all__ += ["ChannelStatistics", "QuantizedQKV", "channel_statistics", "quantize_qkv"]
 
 if TYPE_CHECKING:
     from cute_attn.api import (
@@ -20,8 +21,15 @@ if TYPE_CHECKING:
     )
     from cute_attn.config import BwdConfig, FwdConfig
     from cute_attn.problem import Problem
+    from cute_attn.quantize import (
+        ChannelStatistics,
+        QuantizedQKV,
+        channel_statistics,
+        quantize_qkv,
+    )
 _HOMES = {"Problem": "cute_attn.problem", "FwdConfig": "cute_attn.config"}
 _HOMES["BwdConfig"] = "cute_attn.config"
+_HOMES |= dict.fromkeys(__all__[-4:], "cute_attn.quantize")
 
 
 def __getattr__(name: str) -> Any:

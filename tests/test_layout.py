@@ -13,7 +13,7 @@ FILES = sorted(
     p for d in ("cute_attn", "kernels", "scripts", "tests") for p in (ROOT / d).rglob("*.py")
 )
 MAX_FILE, MAX_FUNCTION, MAX_ARGUMENTS = 600, 80, 12
-MAX_CONTRIBUTING, MAX_INIT = 60, 40
+MAX_CONTRIBUTING, MAX_INIT = 60, 48
 # the public functions of api.py: their signatures are the field's
 PUBLIC = {"fwd", "bwd", "explain", "warmup", "merge"}
 PUBLIC_PREFIX = "flash_attn_"
@@ -33,6 +33,8 @@ FORBIDDEN = {
     "cute_attn/reference": ("cutlass", "cute_attn.kernels"),
     "cute_attn/autograd.py": ("cutlass", "cute_attn.kernels"),
     "cute_attn/backward.py": ("cutlass", "cute_attn.kernels"),
+    "cute_attn/quantize.py": ("cutlass", "cute_attn.kernels"),
+    "cute_attn/fp8": ("cutlass", "cute_attn.kernels"),
     "cute_attn/api.py": ("cutlass", "cute_attn.kernels"),
     "scripts": ("cute_attn.kernels",),
 }
@@ -93,10 +95,13 @@ def test_sizes(path):
     assert text.count("\n") <= MAX_FILE
     for f in ast.walk(ast.parse(text)):
         if isinstance(f, ast.FunctionDef):
-            assert f.end_lineno - f.lineno + 1 <= MAX_FUNCTION, f.name
             public = name(path) == "cute_attn/api.py" and (
                 f.name in PUBLIC or f.name.startswith(PUBLIC_PREFIX)
             )
+            lines = f.end_lineno - f.lineno + 1
+            if public:  # their docstrings are the reference that users read
+                lines -= (ast.get_docstring(f) or "").count("\n") + 1
+            assert lines <= MAX_FUNCTION, f.name
             if not public and f.name != "__call__":  # a kernel's entry lists its tensors
                 arguments = f.args.posonlyargs + f.args.args + f.args.kwonlyargs
                 assert len(arguments) <= MAX_ARGUMENTS, f.name
