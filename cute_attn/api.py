@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, overload
 
+import torch
+
 from cute_attn import autograd, launch, tuning
 from cute_attn import backward as gradients
 from cute_attn import compile as jit
@@ -13,15 +15,18 @@ from cute_attn.problem import DTYPES, Problem
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from cute_attn.quantize import QuantizedQKV
+
 _NO_WINDOW = (None, None)
 _NO_FLASH_WINDOW = (-1, -1)  # flash_attn's way to say so
 _DEFAULT_SMS = 132  # an H100 or H200, where explain has no device to ask
+_E4M3 = torch.float8_e4m3fn
 
 
 def fwd(
-    q: "Tensor",
-    k: "Tensor",
-    v: "Tensor",
+    q: "Tensor | QuantizedQKV",
+    k: "Tensor | None" = None,
+    v: "Tensor | None" = None,
     *,
     causal: bool = False,
     softmax_scale: float | None = None,
@@ -39,12 +44,15 @@ def fwd(
     q_descale: "Tensor | None" = None,
     k_descale: "Tensor | None" = None,
     v_descale: "Tensor | None" = None,
+    preset: str | None = None,
+    k_block: int | None = None,
     out: "Tensor | None" = None,
+    out_dtype: "torch.dtype | None" = None,
     return_lse: bool = False,
     config: FwdConfig | None = None,
     arch: str | None = None,
 ) -> "Tensor | tuple[Tensor, Tensor]":
-    """Exact attention, softmax(q k^T * softmax_scale) v, in bf16 or fp16.
+    """Exact attention, softmax(q k^T * softmax_scale) v, in bf16 or fp16; FP8 on CPU tensors.
 
     q           (batch, seqlen_q, nheads_q, head_dim)
     k           (batch, seqlen_k, nheads_kv, head_dim), nheads_q a multiple of nheads_kv
@@ -65,9 +73,20 @@ def fwd(
     with LSE -inf. Runs on the tensors' GPU in torch's current stream, on the CPU in plain torch.
     The first call of a class of problems compiles for seconds, once per machine.
 
+    FP8: head dims are multiples of 16, and out is bf16 unless out_dtype=torch.float16. Either
+    q is a pack of quantize_qkv, without k and v; or preset='fp8' or 'fp8_hp' quantises bf16 or
+    fp16 tensors as that function does by default, and out has their dtype; or q, k, v are
+    float8_e4m3fn (v also bf16 or fp16: P is rounded to v's dtype) with descales, fp32 factors:
+    q_descale   (1,), (batch, nheads_kv) as in FlashAttention-3, or (batch, nheads_q, seqlen_q)
+    k_descale   (1,), (batch, nheads_kv), or (batch, nheads_kv, ceil(seqlen_k / k_block))
+    v_descale   (1,), (batch, nheads_kv), or (batch, nheads_kv, head_dim_v)
+    k_block     keys that share a factor, a multiple of 16, default 128
+    P is rounded to e4m3 times 2^8; sums, statistics and LSE are fp32. On CUDA tensors FP8 raises
+    NotImplementedError.
+
     Raises ValueError or TypeError for a wrong call, NotImplementedError naming the argument for
     what is not built yet, RuntimeError if it would have to compile during CUDA-graph capture.
-    FlashAttention (arXiv 2205.14135, 2307.08691, 2407.08608) is the algorithm.
+    FlashAttention (arXiv 2205.14135, 2307.08691, 2407.08608; FP8: section 3.3 of the last).
     """
     if (
         (window_size is not _NO_WINDOW and _limits(window_size, causal))
@@ -81,11 +100,23 @@ def fwd(
         or max_seqlen_k is not None
         or seqused_q is not None
         or seqused_k is not None
+    ):
+        _reject(locals(), _BUILT_FP8)
+    if (
+        v is None
+        or preset is not None
         or q_descale is not None
         or k_descale is not None
         or v_descale is not None
+        or k_block is not None
+        or out_dtype is not None
+        or getattr(q, "dtype", None) is _E4M3
     ):
-        _reject(locals())
+        from cute_attn import fp8
+
+        options = fp8.Options(causal, softmax_scale, out, out_dtype, k_block, config, arch)
+        both = fp8.forward(q, k, v, (q_descale, k_descale, v_descale), preset, options)
+        return both if return_lse else both[0]
     return launch.forward(q, k, v, causal, softmax_scale, out, return_lse, config, arch)
 
 
@@ -462,6 +493,10 @@ def _first_launch(problem: Problem, config: FwdConfig | BwdConfig) -> None:
 
 
 _BUILT_FWD = ("q", "k", "v", "causal", "softmax_scale", "out", "return_lse", "config", "arch")
+_BUILT_FP8 = (
+    *_BUILT_FWD,
+    *("q_descale", "k_descale", "v_descale", "preset", "k_block", "out_dtype"),
+)
 _BUILT_BWD = (
     *("dout", "q", "k", "v", "out", "lse", "causal", "softmax_scale", "dlse", "deterministic"),
     *("config", "arch"),

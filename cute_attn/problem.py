@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 DTYPES = {"torch.bfloat16": "bf16", "torch.float16": "fp16"}
+FP8_DTYPE = "torch.float8_e4m3fn"  # of fwd alone, in cute_attn/fp8.py
 MAX_HEAD_DIM = 256
 INT32_MAX = 2**31 - 1
 
@@ -106,8 +107,15 @@ def _check_dtypes(q: Any, k: Any, v: Any) -> None:
     for name, t in (("q", q), ("k", k), ("v", v)):
         if not hasattr(t, "dtype") or not hasattr(t, "stride"):
             raise TypeError(f"{name} is a {type(t).__name__}: a torch.Tensor is wanted")
+    if str(q.dtype) == FP8_DTYPE:
+        raise NotImplementedError(
+            f"q.dtype is {q.dtype}: of FP8 tensors fwd alone is built; flash_attn_func(..., "
+            "preset='fp8') on bf16 or fp16 tensors has gradients"
+        )
     if str(q.dtype) not in DTYPES:
-        raise TypeError(f"q.dtype is {q.dtype}: allowed are {', '.join(DTYPES)}")
+        raise TypeError(
+            f"q.dtype is {q.dtype}: allowed are {', '.join(DTYPES)}, in fwd also {FP8_DTYPE}"
+        )
     for name, t in (("k", k), ("v", v)):
         if t.dtype != q.dtype:
             raise TypeError(f"{name}.dtype is {t.dtype}: it must be q.dtype, {q.dtype}")

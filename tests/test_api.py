@@ -151,7 +151,6 @@ def test_b36_head_counts_name_both():
     [
         *(("window_size", window) for window in ((3, 0), (-1, 0), (None, 5), (-2, -1))),
         *(("softcap", 10.0), ("max_seqlen_q", 5), ("max_seqlen_k", 7), ("score_mod", max)),
-        *((f"{name}_descale", torch.zeros(4)) for name in "qkv"),
         *((name, torch.zeros(4)) for name in ("alibi_slopes", "sink", "cu_seqlens_q")),
         *((name, torch.zeros(4)) for name in ("cu_seqlens_k", "seqused_q", "seqused_k")),
     ],
@@ -161,6 +160,16 @@ def test_unbuilt_arguments_are_named(name, value):
     for call in (cute_attn.fwd, cute_attn.explain):
         with pytest.raises(NotImplementedError, match=name):
             call(q, k, v, **{name: value})
+
+
+def test_arguments_of_fp8_are_unbuilt_in_explain():
+    for name in ("q_descale", "k_descale", "v_descale"):
+        with pytest.raises(NotImplementedError, match=name):
+            cute_attn.explain(*tensors(), **{name: torch.ones(1)})
+    with pytest.raises(NotImplementedError, match="preset"):
+        cute_attn.explain(*tensors(), preset="fp8")
+    with pytest.raises(NotImplementedError, match="q.dtype is torch.float8_e4m3fn"):
+        cute_attn.explain(*(t.to(torch.float8_e4m3fn) for t in tensors()))
 
 
 @pytest.mark.parametrize("causal", [False, True])

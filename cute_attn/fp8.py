@@ -1,0 +1,232 @@
+"""FP8 calls of fwd and flash_attn_func: the checks, then what computes them.
+
+Kept apart from launch.py, which every bf16 and fp16 forward reads on its warm path.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from cute_attn import launch, quantize
+from cute_attn.quantize import E4M3, INPUTS, QuantizedQKV
+
+Descales = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+
+@dataclass(frozen=True, eq=False)
+class Options:
+    """The arguments of cute_attn.fwd that are neither tensors nor scales."""
+
+    causal: bool = False
+    softmax_scale: float | None = None
+    out: Tensor | None = None
+    out_dtype: torch.dtype | None = None
+    k_block: int | None = None
+    config: Any = None
+    arch: str | None = None
+
+
+def forward(
+    q: Tensor | QuantizedQKV,
+    k: Tensor | None,
+    v: Tensor | None,
+    descales: Descales,
+    preset: str | None,
+    options: Options,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of an FP8 forward. Arguments and errors are those of cute_attn.fwd."""
+    if isinstance(q, QuantizedQKV):
+        _check_alone(k, v, descales, preset, options)
+        return _attend(q, options)
+    if k is None or v is None:
+        missing = "k" if k is None else "v"
+        raise TypeError(f"{missing} is missing: only a pack of quantize_qkv goes without k and v")
+    if preset is None:
+        return _attend(_packed(q, k, v, descales, options), options)
+    for name, descale in zip("qkv", descales):
+        if descale is not None:
+            raise ValueError(f"{name}_descale is given with preset {preset!r}, which measures it")
+    quantize._check_preset(preset)
+    if getattr(q, "dtype", None) == E4M3:
+        raise ValueError(f"preset is {preset!r} and q.dtype is {E4M3}: q is quantised already")
+    quantize._check_inputs(q, k, v)
+    _refuse_gradients({"q": q, "k": k, "v": v})
+    block = quantize.checked_block(options.k_block)
+    scale, dtype = _checked(q, k, v, q.dtype, options)
+    pack = quantize.quantize_qkv(q, k, v, preset=preset, k_block=block)
+    return _run(pack, options, scale, dtype)
+
+
+def _packed(q: Tensor, k: Tensor, v: Tensor, descales: Descales, options: Options) -> QuantizedQKV:
+    """FP8 tensors with their descales as a pack. Whether these agree is asked in _attend."""
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(t, Tensor):
+            raise TypeError(f"{name} is a {type(t).__name__}: a torch.Tensor is wanted")
+    if q.dtype in INPUTS:
+        given = {f"{name}_descale": d for name, d in zip("qkv", descales)}
+        given |= {"out_dtype": options.out_dtype, "k_block": options.k_block}
+        name = next(name for name, value in given.items() if value is not None)
+        raise ValueError(
+            f"{name} is given and q.dtype is {q.dtype}: it belongs to {E4M3} tensors, out_dtype "
+            "and k_block also to preset='fp8'"
+        )
+    block = quantize.checked_block(options.k_block)
+    preset = "fp8" if v.dtype == E4M3 else "fp8_hp"
+    return QuantizedQKV(
+        q, k, v, *descales, block, preset, torch.bfloat16, None, None, None, None, None
+    )  # fmt: skip
+
+
+def _attend(pack: QuantizedQKV, options: Options) -> tuple[Tensor, Tensor]:
+    _check_tensors(pack)
+    scale, dtype = _checked(pack.q, pack.k, pack.v, pack.dtype, options)
+    return _run(pack, options, scale, dtype)
+
+
+def _run(
+    pack: QuantizedQKV, options: Options, scale: float | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    from cute_attn import reference_fp8
+
+    o, lse = reference_fp8.attention_fp8(
+        pack, causal=options.causal, softmax_scale=scale, out_dtype=dtype
+    )
+    return (o if options.out is None else options.out.copy_(o)), lse
+
+
+# Checks
+
+
+def _checked(
+    q: Tensor, k: Tensor, v: Tensor, default: torch.dtype, options: Options
+) -> tuple[float | None, torch.dtype]:
+    """The options of a call whose tensors are right: (softmax_scale, dtype of out). Last of all, a
+    device without a kernel is refused."""
+    if not isinstance(options.causal, bool):
+        raise TypeError(f"causal is {options.causal!r}: a bool is wanted")
+    scale = None if options.softmax_scale is None else launch.checked_scale(options.softmax_scale)
+    if scale is not None and abs(scale) < launch.MIN_SCALE:
+        scale = 0.0
+    dtype = _checked_out(q, k, v, default, options)
+    if options.config is not None:
+        raise NotImplementedError("config is not built yet for FP8: leave it at its default, None")
+    if q.device.type == "cuda":
+        if options.arch is not None:
+            launch.check_arch_name(options.arch)
+            if options.arch != "sm90":
+                raise ValueError(f"arch is {options.arch!r}, but q.device is {q.device}")
+        raise NotImplementedError(
+            f"q.device is {q.device}: FP8 kernels are not built yet, FP8 runs on CPU tensors only; "
+            "bf16 and fp16 run on this device without preset and descales"
+        )
+    launch.choose_arch(q.device, options.arch)
+    return scale, dtype
+
+
+def _checked_out(
+    q: Tensor, k: Tensor, v: Tensor, default: torch.dtype, options: Options
+) -> torch.dtype:
+    out, dtype = options.out, options.out_dtype
+    if dtype is not None and dtype not in INPUTS:
+        raise TypeError(f"out_dtype is {dtype}: allowed are {', '.join(map(str, INPUTS))}")
+    if out is None:
+        return dtype or default
+    if not isinstance(out, Tensor):
+        raise TypeError(f"out is a {type(out).__name__}: a torch.Tensor is wanted")
+    wanted = (dtype,) if dtype else INPUTS
+    if out.dtype not in wanted:
+        raise TypeError(f"out.dtype is {out.dtype}: wanted is {' or '.join(map(str, wanted))}")
+    shape = (*q.shape[:3], v.shape[3])
+    if tuple(out.shape) != shape:
+        raise ValueError(f"out.shape is {tuple(out.shape)}: {shape} is wanted")
+    if out.device != q.device:
+        raise ValueError(f"out.device is {out.device}: it must be q.device, {q.device}")
+    _refuse_gradients({"out": out})
+    if any(size > 1 and stride == 0 for size, stride in zip(out.shape, out.stride())):
+        raise ValueError(f"out.stride() is {out.stride()}: an expanded tensor is not writable")
+    start, size = out.data_ptr(), launch._extent(out)
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        if start < t.data_ptr() + launch._extent(t) and t.data_ptr() < start + size:
+            raise ValueError(f"out overlaps {name} in memory: the inputs must stay as they are")
+    return out.dtype
+
+
+def _check_alone(
+    k: object, v: object, descales: Descales, preset: object, options: Options
+) -> None:
+    """A pack brings all that belongs to it."""
+    given = {"k": k, "v": v, **{f"{name}_descale": d for name, d in zip("qkv", descales)}}
+    given |= {"preset": preset, "k_block": options.k_block}
+    for name, value in given.items():
+        if value is not None:
+            raise TypeError(f"{name} is given beside a pack of quantize_qkv, which has its own")
+
+
+def _check_tensors(pack: QuantizedQKV) -> None:
+    q, k, v = pack.q, pack.k, pack.v
+    for name, t, allowed in (("q", q, (E4M3,)), ("k", k, (E4M3,)), ("v", v, (E4M3, *INPUTS))):
+        if t.dtype not in allowed:
+            names = " or ".join(map(str, allowed))
+            raise TypeError(f"{name}.dtype is {t.dtype}: {names} is wanted")
+    quantize.check_shapes(q, k, v)
+    batch, seqlen_q, heads_q, _ = q.shape
+    seqlen_k, heads_kv, head_dim_v = v.shape[1:]
+    head = batch, heads_kv
+    blocks = -(-seqlen_k // pack.k_block)
+    _check_descale("q", pack.q_descale, q, head, (batch, heads_q, seqlen_q))
+    _check_descale("k", pack.k_descale, q, head, (*head, blocks), f", {pack.k_block} keys a block")
+    _check_descale("v", pack.v_descale, q, head, (*head, head_dim_v))
+    if pack.v_descale is not None and v.dtype != E4M3:
+        raise ValueError(f"v_descale is given and v.dtype is {v.dtype}: only {E4M3} has one")
+    if pack.v_shift is not None:
+        quantize.check_channels("v_shift", pack.v_shift, v)
+    descales = {"q": pack.q_descale, "k": pack.k_descale, "v": pack.v_descale}
+    scales = {f"{name}_descale": d for name, d in descales.items() if d is not None}
+    _refuse_gradients({"q": q, "k": k, "v": v, **scales})
+
+
+def _check_descale(
+    letter: Literal["q", "k", "v"],
+    descale: Tensor | None,
+    q: Tensor,
+    head: tuple[int, int],
+    fine: tuple[int, int, int],
+    note: str = "",
+) -> None:
+    """head: (batch, nheads_kv), for q too; fine: the shape of the finest scales that fold."""
+    if descale is None:
+        return
+    name = f"{letter}_descale"
+    if not isinstance(descale, Tensor):
+        raise TypeError(f"{name} is a {type(descale).__name__}: a torch.Tensor is wanted")
+    if descale.dtype != torch.float32:
+        raise TypeError(f"{name}.dtype is {descale.dtype}: torch.float32 is wanted")
+    if descale.device != q.device:
+        raise ValueError(f"{name}.device is {descale.device}: it must be q.device, {q.device}")
+    if tuple(descale.shape) not in ((1,), head, fine):
+        what = {
+            "q": "(batch, nheads_q, seqlen_q)",
+            "k": "(batch, nheads_kv, ceil(seqlen_k / k_block))",
+            "v": "(batch, nheads_kv, head_dim_v)",
+        }[letter]
+        raise ValueError(
+            f"{name}.shape is {tuple(descale.shape)}: allowed are (1,), (batch, nheads_kv), here "
+            f"{head}, and {what}, here {fine}{note}"
+        )
+
+
+def _refuse_gradients(tensors: dict[str, Tensor]) -> None:
+    if launch._forward_ad._current_level >= 0:
+        for name, t in tensors.items():
+            if launch._forward_ad.unpack_dual(t).tangent is not None:
+                raise NotImplementedError(f"{name} carries a tangent, which FP8 has no use for")
+    if not torch.is_grad_enabled():
+        return
+    for name, t in tensors.items():
+        if t.requires_grad:
+            raise NotImplementedError(
+                f"{name} requires grad and fwd in FP8 has no backward: "
+                "flash_attn_func(..., preset='fp8') on bf16 or fp16 tensors is differentiable"
+            )
