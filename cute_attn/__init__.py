@@ -1,11 +1,12 @@
 """Attention kernels for Hopper in the CuTe Python DSL."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 __all__ = ["BwdConfig", "Explanation", "FwdConfig", "Problem", "bwd", "explain", "flash_attn_func"]
 __all__ += ["flash_attn_kvpacked_func", "flash_attn_qkvpacked_func", "fwd", "merge", "warmup"]
-__all__ += ["ChannelStatistics", "QuantizedQKV", "channel_statistics", "quantize_qkv"]
+__all__ += ["QuantizedQKV", "channel_statistics", "quantize_qkv"]
 
 if TYPE_CHECKING:
     from cute_attn.api import (
@@ -21,26 +22,17 @@ if TYPE_CHECKING:
     )
     from cute_attn.config import BwdConfig, FwdConfig
     from cute_attn.problem import Problem
-    from cute_attn.quantize import (
-        ChannelStatistics,
-        QuantizedQKV,
-        channel_statistics,
-        quantize_qkv,
-    )
-_HOMES = {"Problem": "cute_attn.problem", "FwdConfig": "cute_attn.config"}
-_HOMES["BwdConfig"] = "cute_attn.config"
-_HOMES |= dict.fromkeys(__all__[-4:], "cute_attn.quantize")
+    from cute_attn.quantize import QuantizedQKV, channel_statistics, quantize_qkv
+_HOMES = {"Problem": "problem", "BwdConfig": "config", "FwdConfig": "config"}
+_HOMES |= dict.fromkeys(("QuantizedQKV", "channel_statistics", "quantize_qkv"), "quantize")
 
 
 def __getattr__(name: str) -> Any:
     """Lazy, so that the import needs neither torch nor the DSL and takes no time."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    import importlib
-
-    value = getattr(importlib.import_module(_HOMES.get(name, "cute_attn.api")), name)
-    globals()[name] = value
-    return value
+    globals()[name] = getattr(import_module(f"cute_attn.{_HOMES.get(name, 'api')}"), name)
+    return globals()[name]
 
 
 def __dir__() -> list[str]:

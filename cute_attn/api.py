@@ -69,20 +69,17 @@ def fwd(
     neighbours apart. In bf16, scores that rise by more than 2^32 along the keys leave room for |v|
     up to 2^80; config=FwdConfig(..., exact_max=True) has no such limit.
 
-    Any strides will do; what the hardware cannot load is copied once. Rows that see no key are 0
-    with LSE -inf. Runs on the tensors' GPU in torch's current stream, on the CPU in plain torch.
-    The first call of a class of problems compiles for seconds, once per machine.
+    Any strides will do; what cannot be loaded is copied once. Rows that see no key are 0, LSE -inf.
+    Runs on the tensors' GPU in torch's current stream, on the CPU in plain torch; the first call of
+    a class of problems compiles for seconds, once per machine.
 
-    FP8: head dims are multiples of 16, and out is bf16 unless out_dtype=torch.float16. Either
-    q is a pack of quantize_qkv, without k and v; or preset='fp8' or 'fp8_hp' quantises bf16 or
-    fp16 tensors as that function does by default, and out has their dtype; or q, k, v are
-    float8_e4m3fn (v also bf16 or fp16: P is rounded to v's dtype) with descales, fp32 factors:
+    FP8 (head dims multiples of 16): q is a pack of quantize_qkv, alone; or preset='fp8', 'fp8_hp'
+    quantises 16-bit tensors as that does by default, and out has their dtype; or q, k, v are
+    float8_e4m3fn (v also in 16 bits, as P then), out has out_dtype, default bf16, and with fp32
     q_descale   (1,), (batch, nheads_kv) as in FlashAttention-3, or (batch, nheads_q, seqlen_q)
     k_descale   (1,), (batch, nheads_kv), or (batch, nheads_kv, ceil(seqlen_k / k_block))
     v_descale   (1,), (batch, nheads_kv), or (batch, nheads_kv, head_dim_v)
     k_block     keys that share a factor, a multiple of 16, default 128
-    P is rounded to e4m3 times 2^8; sums, statistics and LSE are fp32. On CUDA tensors FP8 raises
-    NotImplementedError.
 
     Raises ValueError or TypeError for a wrong call, NotImplementedError naming the argument for
     what is not built yet, RuntimeError if it would have to compile during CUDA-graph capture.
@@ -91,32 +88,20 @@ def fwd(
     if (
         (window_size is not _NO_WINDOW and _limits(window_size, causal))
         or (softcap is not None and softcap != 0.0)
-        or alibi_slopes is not None
-        or score_mod is not None
-        or sink is not None
-        or cu_seqlens_q is not None
-        or cu_seqlens_k is not None
-        or max_seqlen_q is not None
-        or max_seqlen_k is not None
-        or seqused_q is not None
-        or seqused_k is not None
+        or not alibi_slopes is score_mod is sink is cu_seqlens_q is cu_seqlens_k is None
+        or not max_seqlen_q is max_seqlen_k is seqused_q is seqused_k is None
     ):
         _reject(locals(), _BUILT_FP8)
     if (
         v is None
-        or preset is not None
-        or q_descale is not None
-        or k_descale is not None
-        or v_descale is not None
-        or k_block is not None
-        or out_dtype is not None
+        or not preset is q_descale is k_descale is v_descale is k_block is out_dtype is None
         or getattr(q, "dtype", None) is _E4M3
     ):
         from cute_attn import fp8
 
         options = fp8.Options(causal, softmax_scale, out, out_dtype, k_block, config, arch)
-        both = fp8.forward(q, k, v, (q_descale, k_descale, v_descale), preset, options)
-        return both if return_lse else both[0]
+        o, lse = fp8.forward(q, k, v, (q_descale, k_descale, v_descale), preset, options)
+        return (o, lse) if return_lse else o
     return launch.forward(q, k, v, causal, softmax_scale, out, return_lse, config, arch)
 
 

@@ -13,7 +13,7 @@ FILES = sorted(
     p for d in ("cute_attn", "kernels", "scripts", "tests") for p in (ROOT / d).rglob("*.py")
 )
 MAX_FILE, MAX_FUNCTION, MAX_ARGUMENTS = 600, 80, 12
-MAX_CONTRIBUTING, MAX_INIT = 60, 48
+MAX_CONTRIBUTING, MAX_INIT = 60, 40
 # the public functions of api.py: their signatures are the field's
 PUBLIC = {"fwd", "bwd", "explain", "warmup", "merge"}
 PUBLIC_PREFIX = "flash_attn_"
@@ -98,10 +98,7 @@ def test_sizes(path):
             public = name(path) == "cute_attn/api.py" and (
                 f.name in PUBLIC or f.name.startswith(PUBLIC_PREFIX)
             )
-            lines = f.end_lineno - f.lineno + 1
-            if public:  # their docstrings are the reference that users read
-                lines -= (ast.get_docstring(f) or "").count("\n") + 1
-            assert lines <= MAX_FUNCTION, f.name
+            assert f.end_lineno - f.lineno + 1 <= MAX_FUNCTION, f.name
             if not public and f.name != "__call__":  # a kernel's entry lists its tensors
                 arguments = f.args.posonlyargs + f.args.args + f.args.kwonlyargs
                 assert len(arguments) <= MAX_ARGUMENTS, f.name
