@@ -268,7 +268,7 @@ def explain(
         problem,
         chosen,
         plan.arch,
-        _kernel_name(problem, chosen, plan.arch),
+        chosen.kernel_name(problem, plan.arch),
         (m, n),
         chosen.smem_bytes(problem),
         0 if plan.empty else blocks * problem.heads_kv * problem.batch,
@@ -276,12 +276,6 @@ def explain(
         tuple(name for name, t in (("q", q), ("k", k), ("v", v)) if launch.needs_copy(t)),
         jit.state(problem, chosen, plan.arch) if on_device else "not compiled",
     )
-
-
-def _kernel_name(problem: Problem, config: BwdConfig, arch: str) -> str:
-    p, mask = problem.static(), "causal" if problem.causal else "full"
-    order = "_deterministic" if config.deterministic else ""
-    return f"cute_attn_bwd_{arch}_{p.dtype}_d{p.head_dim}_dv{p.head_dim_v}_{mask}{order}"
 
 
 # Wrong calls

@@ -137,6 +137,12 @@ class BwdConfig:
         _check_allowed(self, "ds_slots", range(3, 9))
         _check_allowed(self, "warpgroups", (2,))
 
+    def kernel_name(self, problem: Problem, arch: str = "sm90") -> str:
+        """As profilers show the main kernel."""
+        p, mask = problem.static(), "causal" if problem.causal else "full"
+        order = "_deterministic" if self.deterministic else ""
+        return f"cute_attn_bwd_{arch}_{p.dtype}_d{p.head_dim}_dv{p.head_dim_v}_{mask}{order}"
+
     def wide(self, problem: Problem) -> bool:
         """Whether the kernel for head dims above 128 is wanted."""
         return max(problem.tile_dim, problem.tile_dim_v) > 128

@@ -4,9 +4,8 @@ Apart from tuning.py, so that a change here does not make records of the forward
 """
 
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import product
-from typing import Any
 
 from cute_attn.config import BwdConfig
 from cute_attn.problem import Problem
@@ -18,8 +17,7 @@ BACKWARD: tuple[tuple[int, int, BwdConfig], ...] = (
     (256, 256, BwdConfig()),
 )
 
-# What a sweep tries.
-SPACE: dict[str, tuple[int, ...]] = {"stages": (2, 3), "ds_slots": (3, 4)}
+STAGES, SLOTS = (2, 3), (3, 4)  # what a sweep tries
 
 
 def pick(problem: Problem) -> BwdConfig:
@@ -31,11 +29,9 @@ def pick(problem: Problem) -> BwdConfig:
 
 
 def candidates(problem: Problem) -> Iterator[BwdConfig]:
-    """Configs worth trying for a problem, feasible or not; knobs that BwdConfig lacks are left."""
+    """Configs worth trying for a problem, feasible or not."""
     base = pick(problem)
-    names = [f.name for f in fields(BwdConfig) if f.name in SPACE]
-    if base.wide(problem):  # which has as many slots as stages
-        names = [name for name in names if name != "ds_slots"]
-    for values in product(*(SPACE[name] for name in names)):
-        chosen: dict[str, Any] = dict(zip(names, values, strict=True))
-        yield replace(base, **chosen)
+    # the wide kernel has as many slots as stages
+    slots = (base.ds_slots,) if base.wide(problem) else SLOTS
+    for stages, ds_slots in product(STAGES, slots):
+        yield replace(base, stages=stages, ds_slots=ds_slots)

@@ -3,8 +3,11 @@
 GPU tests share few kernels, each of which takes seconds to compile: tests/ahead.py has them.
 """
 
+import importlib.util
 import math
 import os
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +20,7 @@ from cute_attn import reference
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # workers whose threads wait for each other spin: 10 times slower
 
+ROOT = Path(__file__).resolve().parents[1]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 BF16, FP16 = torch.bfloat16, torch.float16
 UNIT = {BF16: 2.0**-8, FP16: 2.0**-11}  # relative error of rounding to nearest
@@ -235,3 +239,13 @@ class Watch(TorchDispatchMode):
         name = func.overloadpacket.__name__
         self.count[name] = self.count.get(name, 0) + 1
         return result
+
+
+def script(name):
+    """The module scripts/name.py."""
+    spec = importlib.util.spec_from_file_location(f"script_{name}", ROOT / "scripts" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    path = list(sys.path)
+    spec.loader.exec_module(module)
+    sys.path[:] = path
+    return module

@@ -1,6 +1,5 @@
 """python -m cute_attn and scripts/: on this machine as it is, and with torch or the DSL missing."""
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -8,11 +7,11 @@ import sys
 import time
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import ROOT, script
 
 import cute_attn
 from cute_attn import reference
@@ -24,17 +23,6 @@ from cute_attn.tools import bench, cases, inspect, measure, peers, records
 from cute_attn.tools.cases import Case
 from cute_attn.tools.compile import build
 from cute_attn.tools.progress import Progress
-
-ROOT = Path(__file__).resolve().parents[1]
-
-
-def script(name):
-    spec = importlib.util.spec_from_file_location(f"script_{name}", ROOT / "scripts" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    path = list(sys.path)
-    spec.loader.exec_module(module)
-    sys.path[:] = path
-    return module
 
 
 def python(*arguments, **environment):

@@ -1,6 +1,5 @@
 """The tools, explain and warmup for the backward, without a GPU: as test_tools.py, test_api.py."""
 
-import importlib.util
 import math
 import sys
 from contextlib import nullcontext
@@ -12,6 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from helpers import ROOT, script  # noqa: E402
 from standin import BF16, tensors  # noqa: E402
 
 import cute_attn  # noqa: E402
@@ -24,18 +24,6 @@ from cute_attn.reference_backward import attention_backward  # noqa: E402
 from cute_attn.tools import bench, cases, demo, inspect, measure, passes, peers, records, tune  # noqa: E402
 from cute_attn.tools.cases import Case  # noqa: E402
 from cute_attn.tools.compile import Built, backward_jobs  # noqa: E402
-
-ROOT = Path(__file__).resolve().parents[1]
-
-
-def script(name):
-    spec = importlib.util.spec_from_file_location(f"script_{name}", ROOT / "scripts" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    path = list(sys.path)
-    spec.loader.exec_module(module)
-    sys.path[:] = path
-    return module
-
 
 # explain and warmup
 

@@ -122,7 +122,7 @@ class Layout:
 
     @property
     def statistics(self) -> int:
-        """Words that a block's take."""
+        """Words in which LSE and D of a block's rows lie."""
         return self.cfg.statistics(self.problem)
 
     @property
@@ -142,10 +142,7 @@ class BackwardSm90:
         self.problem = problem.static()
         self.cfg = self.layout(self.problem, config)
         self.dtype = DTYPES[problem.dtype]
-        dims = f"d{self.problem.head_dim}_dv{self.problem.head_dim_v}"
-        mask = "causal" if problem.causal else "full"
-        order = "_deterministic" if config.deterministic else ""
-        self.name = f"cute_attn_bwd_sm90_{problem.dtype}_{dims}_{mask}{order}"
+        self.name = config.kernel_name(self.problem)
 
     @cute.jit
     def __call__(

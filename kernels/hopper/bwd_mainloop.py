@@ -85,20 +85,6 @@ def make_fragments(cfg, mmas: Mmas, smem: Smem, tidx, wg) -> Fragments:
 
 
 @cute.jit
-def columns(row: cute.Tensor, coords: cute.Tensor, n: cutlass.Constexpr[int]):
-    """Of a statistic in shared memory, the values of this thread's n / 4 queries, in order."""
-    first = row.iterator + acc_as_rows(coords)[0, 0][1]
-    pairs = cute.make_tensor(
-        cute.make_ptr(Float32, first.toint(), cute.AddressSpace.smem, assumed_align=8),
-        cute.make_layout((2, n // 8), stride=(1, 8)),
-    )
-    mine = cute.make_rmem_tensor(cute.make_layout((2, n // 8)), Float32)
-    for i in cutlass.range_constexpr(n // 8):
-        cute.autovec_copy(pairs[None, i], mine[None, i])
-    return mine
-
-
-@cute.jit
 def rounded(acc: cute.Tensor, dtype: cutlass.Constexpr) -> cute.Tensor:
     r = cute.make_rmem_tensor_like(acc, dtype)
     r.store(acc.load().to(dtype))

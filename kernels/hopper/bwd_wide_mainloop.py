@@ -16,11 +16,11 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, pipeline
 from cutlass.cute.nvgpu import warpgroup
 
+from cute_attn.kernels.common.layout import acc_as_rows
 from cute_attn.kernels.hopper import bwd_mainloop
 from cute_attn.kernels.hopper.bwd_mainloop import (
     KEYS_BARRIER,
     OUTPUT_BARRIER,
-    columns,
     rounded,
     transposed,
 )
@@ -79,6 +79,20 @@ def make_fragments(cfg, mmas: Mmas, smem: Smem, tidx, wg) -> Fragments:
         tidx,
         wg,
     )
+
+
+@cute.jit
+def columns(row: cute.Tensor, coords: cute.Tensor, n: cutlass.Constexpr[int]):
+    """Of a statistic in shared memory, the values of this thread's n / 4 queries, in order."""
+    first = row.iterator + acc_as_rows(coords)[0, 0][1]
+    pairs = cute.make_tensor(
+        cute.make_ptr(Float32, first.toint(), cute.AddressSpace.smem, assumed_align=8),
+        cute.make_layout((2, n // 8), stride=(1, 8)),
+    )
+    mine = cute.make_rmem_tensor(cute.make_layout((2, n // 8)), Float32)
+    for i in cutlass.range_constexpr(n // 8):
+        cute.autovec_copy(pairs[None, i], mine[None, i])
+    return mine
 
 
 class Consumer(bwd_mainloop.Consumer):
