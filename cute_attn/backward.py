@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cute_attn import compile as jit
 from cute_attn import launch, tuning_bwd
-from cute_attn.config import BwdConfig
+from cute_attn.config import FILL, BwdConfig
 from cute_attn.problem import Problem
 
 Layout = tuple[tuple[int, ...], tuple[int, ...]]  # shape, strides
@@ -102,16 +102,16 @@ def _launch(
         or (q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr() | dout.data_ptr()) & 15
     ):
         q, k, v, out, dout = (launch.loadable(t) for t in (q, k, v, out, dout))
-    dtype = plan.call.dtype
-    dq, dk, dv = (launch._empty(*layout, dtype) for layout in plan.gradients)
+    call = plan.call
+    dq, dk, dv = (launch._empty(*layout, call.dtype) for layout in plan.gradients)
     stats, parts = (launch._empty(*layout, torch.float32) for layout in plan.scratch)
     if dlse is None:
         dlse = plan.no_dlse
     if dlse is None:  # not inside a graph, whose memory would not outlive it
-        dlse = torch.zeros((), dtype=torch.float32, device=q.device).expand(plan.call.lse_shape)
+        dlse = torch.zeros((), dtype=torch.float32, device=q.device).expand(call.lse_shape)
     score_scale = scale if abs(scale) > TINY_SCALE else TINY_SCALE
     plan.kernel(  # type: ignore[misc]
-        q, k, v, out, dout, lse, dlse, dq, dk, dv, stats, parts, scale, score_scale
+        q, k, v, out, dout, lse, dlse, dq, dk, dv, stats, parts, call.sms, scale, score_scale
     )
     return dq, dk, dv
 
@@ -159,6 +159,7 @@ def _bind(plan: Plan) -> None:
     index = call.index = call.device.index or 0
     with torch.cuda.device(call.device):
         kernel = launch.compiled(kernel_problem(call.problem), plan.config, call.arch)
+        call.sms = launch.multiprocessors(call.device)
         if index not in _zeros and not launch._capturing():
             zero = torch.zeros((), dtype=torch.float32, device=call.device)
             if call.device.type == "cuda":
@@ -212,7 +213,8 @@ class BwdExplanation:
     kernel: str  # name of the main kernel, as profilers show it
     tile: tuple[int, int]  # queries and keys of a block
     smem_bytes: int  # shared memory per CTA
-    grid: int  # CTAs: a block of keys and a KV head each; 0 for an empty problem
+    tiles: int  # a block of keys and a KV head each; 0 for an empty problem
+    grid: int  # CTAs: one a tile above head dim 128, else of as many tiles as it takes
     scratch_bytes: int  # allocated for the call beside the gradients
     copies: tuple[str, ...]  # of q, k and v, what is copied because the hardware cannot load it
     compiled: str  # 'in memory', 'on disk' or 'not compiled'
@@ -238,7 +240,7 @@ class BwdExplanation:
                 f"tile       {m} queries x {n} keys",
                 f"dq         added up in {order} order",
                 f"smem       {self.smem_bytes} bytes per CTA",
-                f"grid       {self.grid} CTAs",
+                f"grid       {self.grid} CTAs for {self.tiles} tiles",
                 f"scratch    {self.scratch_bytes} bytes",
                 f"copies     {', '.join(self.copies) or 'none'}",
                 f"compiled   {self.compiled}",
@@ -262,7 +264,8 @@ def explain(
     problem = kernel_problem(plan.problem)
     chosen = choose_config(problem, config, deterministic)
     m, n = chosen.tile_m(problem), 64 if chosen.wide(problem) else 64 * chosen.warpgroups
-    blocks = -(-problem.seqlen_k // n)
+    tiles = 0 if plan.empty else -(-problem.seqlen_k // n) * problem.heads_kv * problem.batch
+    sms = launch.multiprocessors(plan.device) or FILL
     on_device = plan.arch != "cpu" and not plan.empty
     return BwdExplanation(
         problem,
@@ -271,7 +274,8 @@ def explain(
         chosen.kernel_name(problem, plan.arch),
         (m, n),
         chosen.smem_bytes(problem),
-        0 if plan.empty else blocks * problem.heads_kv * problem.batch,
+        tiles,
+        tiles if chosen.wide(problem) else min(tiles, sms),
         4 * sum(map(math.prod, scratch_shapes(problem, chosen))) if on_device else 0,
         tuple(name for name, t in (("q", q), ("k", k), ("v", v)) if launch.needs_copy(t)),
         jit.state(problem, chosen, plan.arch) if on_device else "not compiled",

@@ -11,6 +11,7 @@ FILL = 132  # tiles that keep every SM of an H100 or H200 busy
 PART_KEYS = 512  # keys of a part, on average at least
 MAX_PARTS = 32  # one lane each in the kernel that merges them
 TURN_WORDS = 64  # a cache line for each consumer warpgroup
+TICKET_WORDS = 32  # a cache line, so that the next block's statistics begin with one
 SCHEDULES = ("grid", "static", "dynamic")  # one tile per CTA; round-robin; tickets
 
 
@@ -125,7 +126,9 @@ class BwdConfig:
     """The knobs of the Hopper backward kernel; tiles follow from the head dims."""
 
     stages: int = 2  # depth of the Q and dO rings
-    ds_slots: int = 3  # a warpgroup may write two blocks past the one that the other still reads
+    # A warpgroup may write dS two blocks past the one that the other still reads; more slots than
+    # these where dK and dV, which leave through them, take more.
+    ds_slots: int = 3
     warpgroups: int = 2  # of 64 keys each; above 128 columns, of half the columns of 64 keys
     deterministic: bool = False  # dq is added up in a fixed order
 
@@ -163,14 +166,26 @@ class BwdConfig:
         operand takes."""
         return self.tile_m(problem) * (2 if self.wide(problem) else 4)
 
-    def block_words(self, problem: Problem) -> int:
-        """Of the scratch for statistics; whose turn it is to add to dq needs two cache lines."""
+    def slots(self, problem: Problem) -> int:
+        """Depth of the dS ring: what dK and dV take, which leave through it, is the least."""
+        columns = self.width(problem) + self.width_v(problem)
+        return max(self.ds_slots, -(-columns // self.tile_m(problem)))
+
+    def ticket_word(self, problem: Problem) -> int:
+        """Where in a block's scratch the tickets' counter may be: behind the turns."""
         return self.statistics(problem) + (TURN_WORDS if self.deterministic else 0)
+
+    def block_words(self, problem: Problem) -> int:
+        """Of the scratch for statistics; whose turn it is to add to dq needs two cache lines. The
+        wide kernel draws no tickets."""
+        return self.ticket_word(problem) + (0 if self.wide(problem) else TICKET_WORDS)
 
     def smem_bytes(self, problem: Problem, itemsize: int = 2) -> int:
         rows, wide = self.tile_m(problem), self.wide(problem)
         keys = 64 if wide else 64 * self.warpgroups
-        shared = 2 * self.stages if wide else self.ds_slots * self.warpgroups  # P and dS, or dS
+        shared = (
+            2 * self.stages if wide else self.slots(problem) * self.warpgroups
+        )  # P and dS, or dS
         columns = self.width(problem) + self.width_v(problem)
         tiles = (keys + self.stages * rows) * columns + shared * 64 * rows
         statistics = 4 * self.stages * self.statistics(problem)

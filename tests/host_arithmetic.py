@@ -8,7 +8,7 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, const_expr
 
 from cute_attn.kernels.common.mask import first_full_block, keys_seen, kv_block_end
-from cute_attn.kernels.hopper import bwd
+from cute_attn.kernels.hopper import bwd, bwd_mainloop, bwd_tickets
 from cute_attn.kernels.hopper.bwd_operands import Smem
 from cute_attn.kernels.hopper.bwd_rows import store_statistics
 from cute_attn.kernels.hopper.bwd_turns import last_block
@@ -65,7 +65,7 @@ class BackwardArithmetic:
         ]
         shape = self.kernel.shape(mQ, mK, last.shape[1])
         for i in cutlass.range(tiles.shape[0]):
-            tile = self.kernel.tile_at(shape, Int32(i))
+            tile = bwd_tickets.tile_at(self.cfg, self.problem.causal, shape, Int32(i))
             for j in cutlass.range_constexpr(4):
                 tiles[i, j] = tile[j]
         for m in cutlass.range(last.shape[1]):
@@ -97,7 +97,8 @@ class Statistics:
         if const_expr(cfg.folded):
             layouts = bwd.statistics_layout(cfg), bwd.ones_layout(cfg)
             views = [cute.make_tensor(t.iterator, x) for t, x in zip((statistics, ones), layouts)]
-            bwd.fill_operands(Smem(*[None] * 5, *views))
+            smem = Smem(*[None] * 5, *views, None, None)
+            bwd_mainloop.fill_operands(cfg, smem, Int32(0), 1)
             places(of_statistics, layouts[0])
             places(of_ones, layouts[1])
 
@@ -135,10 +136,5 @@ def compile_statistics(problem, config):
     """A function of torch CPU tensors (rows, words, statistics, ones, of_statistics, of_ones)."""
     io = [tensor(t, rank) for t, rank in ((Float32, 2), (Float32, 2), (BFloat16, 1), (BFloat16, 1))]
     io += [tensor(Int32, 3) for _ in range(2)]
-    one_thread = {
-        "thread_idx": lambda: (Int32(0), Int32(0), Int32(0)),
-        "block_dim": lambda: (Int32(1), Int32(1), Int32(1)),
-        "fence_view_async_shared": lambda: None,
-    }
-    with mock.patch.multiple(cute.arch, **one_thread):
+    with mock.patch.object(cute.arch, "fence_view_async_shared", lambda: None):
         return cute.compile(Statistics(problem, config), *io, options="--enable-tvm-ffi")

@@ -141,12 +141,12 @@ def test_every_class_has_a_build():
 
 
 def test_what_a_launch_passes(tmp_path, monkeypatch):
-    """backward.py passes ten tensors, two of scratch and two scales; the sign of the scale and the
-    sizes of a call make no other kernel."""
+    """backward.py passes ten tensors, two of scratch, the number of multiprocessors and two scales;
+    the sign of the scale and the sizes of a call make no other kernel."""
     monkeypatch.setenv("CUTE_ATTN_CACHE_DIR", str(tmp_path))
     problem = Problem("bf16", 64, 64, False, True, 2, 300, 500, 4, 2)
     kernel = jit.get(backward.kernel_problem(problem), BwdConfig(), "sm90")
-    with pytest.raises(TypeError, match="Expects 14 parameters"):
+    with pytest.raises(TypeError, match="Expects 15 parameters"):
         kernel()
     other = replace(problem, negative_scale=False, batch=1, seqlen_q=7)
     assert jit.in_memory(backward.kernel_problem(other), BwdConfig(), "sm90") is kernel

@@ -154,8 +154,9 @@ def test_parts_cover_the_keys(causal):
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_every_part_of_dq_has_its_turn(dim, causal):
-    """With CTAs one after another, in the order in which they start, each finds its turn at every
-    block of queries that it visits: none ever waits for one that starts later."""
+    """With tiles one after another, in the order of their tickets, each finds its turn at every
+    block of queries that it visits: none ever waits for one that is drawn later. Past the last
+    ticket there is no tile."""
     problem, config = Problem("bf16", dim, dim, causal), BwdConfig(deterministic=True)
     function = compile_backward_arithmetic(problem, config)
     rows, pick = config.tile_m(problem), random.Random(3)
@@ -165,10 +166,12 @@ def test_every_part_of_dq_has_its_turn(dim, causal):
     for seqlen_q, seqlen_k in [*shapes, (9000, 9000)]:  # of the last few heads at a time
         batch, heads = pick.randint(1, 3), pick.randint(1, 4)
         m_blocks, n_blocks = -(-seqlen_q // rows), -(-seqlen_k // keys)
-        tiles = torch.full((n_blocks * heads * batch, 4), -7, dtype=torch.int32)
+        tiles = torch.full((n_blocks * heads * batch + 3, 4), -7, dtype=torch.int32)
         last = torch.full((1, m_blocks), -7, dtype=torch.int32)
         q, k = (sized(batch, s, heads, dim) for s in (seqlen_q, seqlen_k))
         function(q, k, tiles, last)
+        assert (tiles[-3:, 0] == -1).all()
+        tiles = tiles[:-3]
         added = torch.zeros(batch, heads, m_blocks, dtype=torch.int32)
         for n, head, b, begin in tiles.tolist():
             assert 0 <= begin < m_blocks

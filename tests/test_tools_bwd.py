@@ -33,8 +33,9 @@ def test_explain():
     e = cute_attn.explain(q, k, v, causal=True, arch="sm90", backward=True, dlse=None)
     m, n = e.tile
     assert e.problem == Problem("bf16", 128, 128, True, False, 2, 300, 500, 8, 2)
-    assert e.config == tuning_bwd.pick(e.problem) and e.grid == -(-500 // n) * 2 * 2
-    blocks, a_block = -(-300 // m), 2 * max(m, 128) + 128 * m
+    assert e.config == tuning_bwd.pick(e.problem) and e.tiles == -(-500 // n) * 2 * 2
+    assert e.grid == (e.tiles if e.config.wide(e.problem) else min(e.tiles, 132))
+    blocks, a_block = -(-300 // m), 2 * max(m, 128) + 32 + 128 * m  # and the ticket counter
     assert e.scratch_bytes == 4 * 2 * 8 * blocks * a_block
     assert e.smem_bytes == e.config.smem_bytes(e.problem)
     assert e.kernel == "cute_attn_bwd_sm90_bf16_d128_dv128_causal" and "cute_attn" in str(e)

@@ -1,8 +1,9 @@
-"""Hopper backward attention by recomputation (FlashAttention-2, algorithm 2): a CTA per block of
-128 keys and KV head, a producer warp, one that announces dS, two consumer warpgroups of 64 keys
-each.
+"""Hopper backward attention by recomputation (FlashAttention-2, algorithm 2). A tile is a block of
+128 keys of one KV head; CTAs are persistent over tiles: a producer warp, one that announces dS, two
+consumer warpgroups of 64 keys each.
 
-row_statistics -> the main kernel (bwd_load.py, bwd_mainloop.py, bwd_turns.py) -> finish_dq
+row_statistics -> the main kernel (bwd_tickets.py, bwd_load.py, bwd_mainloop.py, bwd_turns.py)
+               -> finish_dq
 
 The last two begin before the kernel ahead of them ends (programmatic dependent launch), and wait
 for its end before they touch what it wrote. The first does not: what came before the call, another
@@ -19,8 +20,8 @@ from cutlass import BFloat16, Float32, Int32, const_expr, pipeline
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
 from cute_attn.config import BwdConfig
-from cute_attn.kernels.hopper import bwd_load, bwd_mainloop, bwd_rows, bwd_turns
-from cute_attn.kernels.hopper.bwd_operands import Inputs, Mmas, Shape, Smem, Tile
+from cute_attn.kernels.hopper import bwd_load, bwd_mainloop, bwd_rows, bwd_tickets, bwd_turns
+from cute_attn.kernels.hopper.bwd_operands import Inputs, Mmas, Shape, Smem
 from cute_attn.kernels.hopper.fwd import DTYPES, LOG2_E, LSE, ROWS, reordered
 from cute_attn.kernels.hopper.gemm import STEP
 from cute_attn.kernels.hopper.operands import TmaOperand
@@ -43,8 +44,13 @@ class Layout:
         return self.cfg.stages
 
     @property
+    def persistent(self) -> bool:
+        """Whether CTAs draw tickets for tiles, else each has one."""
+        return True
+
+    @property
     def ds_slots(self) -> int:
-        return self.cfg.ds_slots
+        return self.cfg.slots(self.problem)
 
     @property
     def warpgroups(self) -> int:
@@ -112,7 +118,8 @@ class Layout:
 
     @property
     def late_ds(self) -> bool:
-        """Whether dS goes to shared memory after dK is issued, which needs it in registers only."""
+        """Whether dS goes to shared memory after dK is issued, which needs it in registers only;
+        else before dQ of the block before, whose accumulators leave the assembler no registers."""
         return self.tile_m == 64
 
     @property
@@ -124,6 +131,10 @@ class Layout:
     def statistics(self) -> int:
         """Words in which LSE and D of a block's rows lie."""
         return self.cfg.statistics(self.problem)
+
+    @property
+    def ticket_word(self) -> int:
+        return self.cfg.ticket_word(self.problem)
 
     @property
     def dq_width(self) -> int:
@@ -159,6 +170,7 @@ class BackwardSm90:
         mdV: cute.Tensor,
         stats: cute.Tensor,
         partial_dq: cute.Tensor,
+        sms: Int32,
         softmax_scale: Float32,
         score_scale: Float32,
         stream: cuda.CUstream,
@@ -166,8 +178,9 @@ class BackwardSm90:
         """mQ, mdQ (batch, seqlen_q, heads_q, head_dim), mO, mdO (batch, seqlen_q, heads_q,
         head_dim_v), mK, mdK, mV, mdV likewise with seqlen_k and heads_kv; mLSE, mdLSE (batch,
         heads_q, seqlen_q). stats (batch, heads_q, blocks, block_words) and partial_dq (batch,
-        heads_q, blocks, tile_m * width) are fp32 scratch. score_scale is softmax_scale, or some
-        tiny scale where that is 0."""
+        heads_q, blocks, tile_m * width) are fp32 scratch. sms: multiprocessors, and so many CTAs
+        where they are persistent. score_scale is softmax_scale, or some tiny scale where that is
+        0."""
         cfg = self.cfg
         mQ, mK, mV, mO, mdO, mdQ, mdK, mdV = [
             reordered(t, ROWS) for t in (mQ, mK, mV, mO, mdO, mdQ, mdK, mdV)
@@ -189,9 +202,10 @@ class BackwardSm90:
             stats,
             dq,
         )
-        grid = (cute.ceil_div(mK.shape[0], cfg.tile_n) * mK.shape[2] * mK.shape[3], 1, 1)
+        tiles = shape.n_blocks * shape.heads
+        grid = cutlass.min(tiles, sms) if const_expr(cfg.persistent) else tiles
         self.kernel(x, mmas, shape, softmax_scale, score_scale * LOG2_E).launch(
-            grid=grid,
+            grid=(grid, 1, 1),
             block=(cfg.threads, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
@@ -236,15 +250,22 @@ class BackwardSm90:
 
     def operands(self, mQ, mK, mV, mdO, mdK, mdV) -> tuple[TmaOperand, ...]:
         cfg, d, dv = self.cfg, self.cfg.width, self.cfg.width_v
-        get, put = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        get = cpasync.CopyBulkTensorTileG2SOp()
         return (
             self.operand(get, mQ, (cfg.tile_m, d), cfg.stages),
             self.operand(get, mK, (64, d), cfg.key_tiles),
             self.operand(get, mV, (64, dv), cfg.key_tiles),
             self.operand(get, mdO, (cfg.tile_m, dv), cfg.stages),
-            self.operand(put, mdK, (64, d), cfg.key_tiles),
-            self.operand(put, mdV, (64, dv), cfg.key_tiles),
+            *self.outputs(mdK, mdV),
         )
+
+    def outputs(self, mdK, mdV) -> list[TmaOperand]:
+        """In pieces of 64 columns, which fit dS's memory."""
+        put, pieces = (
+            cpasync.CopyBulkTensorTileS2GOp(),
+            self.cfg.shared_tiles * self.cfg.tile_m // 64,
+        )
+        return [self.operand(put, t, (64, 64), pieces) for t in (mdK, mdV)]
 
     def operand(self, op, tensor, tile, stages) -> TmaOperand:
         layout = tile_layout(self.dtype, tile, stages, columns=tile[1] // self.cfg.column_parts)
@@ -258,64 +279,58 @@ class BackwardSm90:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         shared = cutlass.memory.SmemAllocator().allocate(self.storage(x))
         smem = smem_tensors(self.cfg, shared, x)
-        if const_expr(self.cfg.folded):
-            fill_operands(smem)
         pipes = make_pipelines(self.cfg, self.dtype, shared, x)
-        tile = self.tile(shape)
+        tile = self.only_tile(shape)
         if warp < 4:
             cute.arch.setmaxregister_decrease(REGISTERS[1])
             if warp == 0:
-                bwd_load.load(self.cfg, x, smem, pipes, shape, tile)
+                self.load(x, smem, pipes, shape, tile)
             elif warp == 3:
-                self.announce(pipes, shape, tile)
+                self.announce(smem, pipes, shape)
             elif const_expr(self.cfg.deterministic):
-                bwd_turns.keep_order(self.cfg, self.problem.causal, x, shape, tile, warp - 1)
+                self.keep_order(x, smem, pipes, shape, tile, warp - 1)
         else:
             cute.arch.setmaxregister_increase(REGISTERS[0])
-            self.consume(x, mmas, smem, pipes, shape, tile, softmax_scale, scale_log2)
+            wg = warp // 4 - 1
+            tidx = cute.arch.thread_idx()[0] - 128 - 128 * wg
+            f = self.main.make_fragments(self.cfg, mmas, smem, tidx, wg)
+            c = self.main.Consumer(
+                self.cfg, self.problem, x, smem, mmas, f, pipes, shape, scale_log2
+            )
+            self.consume(c, tile, softmax_scale)
+
+    def only_tile(self, shape: Shape):
+        """None: a CTA draws tiles."""
 
     @cute.jit
-    def announce(self, pipes, shape: Shape, tile: Tile):
-        bwd_mainloop.announce(self.cfg, pipes, shape, tile)
+    def load(self, x: Inputs, smem: Smem, pipes, shape: Shape, tile: None):
+        bwd_load.load(self.cfg, self.problem.causal, x, smem, pipes, shape)
 
     @cute.jit
-    def tile(self, shape: Shape):
-        index, _, _ = cute.arch.block_idx()
-        return self.tile_at(shape, index)
+    def announce(self, smem: Smem, pipes, shape: Shape):
+        bwd_mainloop.announce(self.cfg, smem, pipes, shape)
 
     @cute.jit
-    def tile_at(self, shape: Shape, index: Int32):
-        """As many heads at a time as the L2 cache holds; of them the blocks of keys that most
-        queries see come first, so that the short ones fill the gaps at the end. They come last
-        where dQ is added up in turn (bwd_turns.py)."""
-        group = index // (shape.together * shape.n_blocks)
-        index = index - group * shape.together * shape.n_blocks
-        first = group * shape.together
-        heads = cutlass.min(shape.together, shape.heads - first)
-        n_block = index // heads
-        head = first + index - n_block * heads
-        batch = head // shape.heads_kv
-        if const_expr(self.cfg.deterministic):
-            n_block = shape.n_blocks - 1 - n_block
-        begin = Int32(0)
-        if const_expr(self.problem.causal):
-            first_query = n_block * self.cfg.tile_n - (shape.seqlen_k - shape.seqlen_q)
-            begin = cutlass.max(first_query, 0) // self.cfg.tile_m
-        return Tile(n_block, head - batch * shape.heads_kv, batch, begin)
+    def keep_order(self, x: Inputs, smem: Smem, pipes, shape: Shape, tile: None, wg: Int32):
+        causal, tickets = self.problem.causal, pipes.tickets
+        bwd_turns.keep_order(self.cfg, causal, x, smem, tickets, shape, wg)
 
     @cute.jit
-    def consume(self, x, mmas, smem, pipes, shape, tile, softmax_scale, scale_log2):
-        tidx = cute.arch.thread_idx()[0] - 128
-        wg = cute.arch.make_warp_uniform(tidx // 128)
-        tidx = tidx - wg * 128
-        f = self.main.make_fragments(self.cfg, mmas, smem, tidx, wg)
-        c = self.main.Consumer(self.cfg, self.problem, x, smem, mmas, f, pipes, shape, scale_log2)
-        once = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
-        pipes.k.consumer_wait(once)
-        pipes.v.consumer_wait(once)
+    def consume(self, c, tile: None, softmax_scale: Float32):
+        at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
+        rings = c.first_slots()
+        c.fill_operands()
         cute.arch.griddepcontrol_wait()  # dQ's zeros
-        c.tile(tile)
-        c.finish(tile, softmax_scale)
+        tile = bwd_tickets.receive(c.smem, c.pipes.tickets, at)
+        while tile.n_block >= 0:
+            c.pipes.k.consumer_wait(at)
+            c.pipes.v.consumer_wait(at)
+            c.wait_until_sent()
+            rings = c.tile(tile, at, rings)
+            c.finish(tile, softmax_scale)
+            at.advance()
+            tile = bwd_tickets.receive(c.smem, c.pipes.tickets, at)
+        c.wait_until_sent()
 
     def storage(self, x: Inputs):
         cfg, dtype = self.cfg, self.dtype
@@ -337,6 +352,8 @@ class BackwardSm90:
             q_full: ring(cfg.stages)
             do_full: ring(cfg.stages)
             ds_full: ring(cfg.ds_slots)
+            ticket_full: ring(1)
+            tickets: cute.struct.MemRange[Int32, 4]
             statistics: numbers(statistics_layout(cfg))
             ones: numbers(ones_layout(cfg))
             k: tile(x.k.layout)
@@ -355,20 +372,7 @@ class Pipelines:
     q: pipeline.PipelineTmaAsync
     do: pipeline.PipelineTmaAsync
     ds: pipeline.PipelineAsync  # ds_writers arrivals
-
-
-@cute.jit
-def fill_operands(smem: Smem):
-    """Zeros to the columns of statistics that no load fills, and the ones that pick among the
-    others; a barrier follows."""
-    tidx, threads = cute.arch.thread_idx()[0], cute.arch.block_dim()[0]
-    for i in cutlass.range(tidx, cute.size(smem.statistics), threads, unroll=1):
-        smem.statistics[i] = BFloat16(0.0)
-    for i in cutlass.range(tidx, cute.size(smem.ones), threads, unroll=1):
-        row, column, which = i % 64, i // 64 % STEP, i // (64 * STEP)
-        one = column // bwd_rows.PARTS == which
-        smem.ones[row, column, which] = BFloat16(1.0) if one else BFloat16(0.0)
-    cute.arch.fence_view_async_shared()
+    tickets: pipeline.PipelineAsync | None
 
 
 def make_pipelines(cfg: Layout, dtype, storage, x: Inputs) -> Pipelines:
@@ -390,18 +394,26 @@ def make_pipelines(cfg: Layout, dtype, storage, x: Inputs) -> Pipelines:
     def size(layout):
         return cute.size_in_bytes(dtype, cute.select(layout, mode=[0, 1]))
 
+    def handshake(barriers, stages, writers, readers):
+        return pipeline.PipelineAsync.create(
+            barrier_storage=barriers.data_ptr(),
+            num_stages=stages,
+            producer_group=group(writers),
+            consumer_group=group(readers),
+            defer_sync=True,
+        )
+
+    tickets = None
+    if cfg.persistent:
+        readers = bwd_tickets.readers(cfg)
+        tickets = handshake(storage.ticket_full, 1, 32, readers)
     pipes = Pipelines(
         ring(storage.k_full, 1, cfg.key_tiles * size(x.k.layout)),
         ring(storage.v_full, 1, cfg.key_tiles * size(x.v.layout)),
         ring(storage.q_full, cfg.stages, size(x.q.layout) + 4 * cfg.statistics),
         ring(storage.do_full, cfg.stages, size(x.do.layout)),
-        pipeline.PipelineAsync.create(
-            barrier_storage=storage.ds_full.data_ptr(),
-            num_stages=cfg.ds_slots,
-            producer_group=group(cfg.ds_writers),
-            consumer_group=group(cfg.ds_readers),
-            defer_sync=True,
-        ),
+        handshake(storage.ds_full, cfg.ds_slots, cfg.ds_writers, cfg.ds_readers),
+        tickets,
     )
     cute.arch.mbarrier_init_fence()
     cute.arch.barrier()
@@ -436,6 +448,8 @@ def smem_tensors(cfg: Layout, storage, x: Inputs) -> Smem:
         view(storage.ds, x.ds),
         storage.statistics.get_tensor(statistics_layout(cfg)),
         storage.ones.get_tensor(ones_layout(cfg)),
+        storage.tickets.get_tensor(cute.make_layout(4)),
+        view(storage.ds, x.dk.layout) if cfg.persistent else None,
     )
 
 
@@ -474,6 +488,6 @@ def compile_bwd(problem: Problem, config: BwdConfig, options: str = ""):
     return cute.compile(
         kernel, q, k, v, o, do, of_rows(), of_rows(), dq, dk, dvalue,
         scratch(b, hq, blocks, config.block_words(problem)), scratch(b, hq, blocks, block),
-        Float32(1.0), Float32(1.0), stream,
+        Int32(1), Float32(1.0), Float32(1.0), stream,
         options=f"--enable-tvm-ffi {options}",
     )  # fmt: skip

@@ -1,11 +1,12 @@
-"""Producer warp of the backward: K and V once, then Q, dO and statistics of their rows, block by
-block and head by head of the group."""
+"""Producer warp of the backward: K and V of a tile, and Q, dO and statistics of their rows, block
+by block and head by head of the group; tile after tile."""
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import pipeline
+from cutlass import Int32, const_expr, pipeline
 from cutlass.cute.nvgpu import cpasync
 
+from cute_attn.kernels.hopper import bwd_tickets
 from cute_attn.kernels.hopper.bwd_operands import Inputs, Shape, Smem, Tile
 from cute_attn.kernels.hopper.operands import TmaOperand
 
@@ -38,35 +39,92 @@ def _issue_statistics(cfg, words, smem: Smem, m, ring, state):
 
 
 @cute.jit
-def _keys(op: TmaOperand, sX: cute.Tensor, cfg, width: cutlass.Constexpr, tile: Tile, ring):
+def _operand(op: TmaOperand, sX: cute.Tensor, cfg, width: cutlass.Constexpr, tile: Tile, ring, at):
     s, g = _partition(op, sX, (64, width), tile.kv_head, tile.batch)
-    state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, 1)
-    ring.producer_acquire(state)
+    ring.producer_acquire(at)
     for w in cutlass.range_constexpr(cfg.key_tiles):
         cute.copy(
             op.atom,
             g[None, tile.n_block * cfg.key_tiles + w],
             s[None, w],
-            tma_bar_ptr=ring.producer_get_barrier(state),
+            tma_bar_ptr=ring.producer_get_barrier(at),
         )
 
 
 @cute.jit
-def load(cfg, x: Inputs, smem: Smem, pipes, shape: Shape, tile: Tile):
-    producer = pipeline.PipelineUserType.Producer
-    q = pipeline.make_pipeline_state(producer, cfg.stages)
-    do = pipeline.make_pipeline_state(producer, cfg.stages)
-    _keys(x.k, smem.k, cfg, cfg.width, tile, pipes.k)
-    _keys(x.v, smem.v, cfg, cfg.width_v, tile, pipes.v)
-    cute.arch.griddepcontrol_wait()  # row statistics
+def _keys(cfg, x: Inputs, smem: Smem, pipes, tile: Tile, at):
+    _operand(x.k, smem.k, cfg, cfg.width, tile, pipes.k, at)
+    _operand(x.v, smem.v, cfg, cfg.width_v, tile, pipes.v, at)
+
+
+@cute.jit
+def _following_keys(cfg, x: Inputs, smem: Smem, pipes, tile: Tile, at):
+    """V first: consumers hand it back before K."""
+    _operand(x.v, smem.v, cfg, cfg.width_v, tile, pipes.v, at)
+    _operand(x.k, smem.k, cfg, cfg.width, tile, pipes.k, at)
+
+
+@cute.jit
+def _blocks(cfg, x: Inputs, smem: Smem, pipes, tile: Tile, head: Int32, begin, end, at):
+    """Blocks of queries of one head."""
+    sQ, gQ = _partition(x.q, smem.q, (cfg.tile_m, cfg.width), head, tile.batch)
+    sdO, gdO = _partition(x.do, smem.do, (cfg.tile_m, cfg.width_v), head, tile.batch)
+    statistics = x.statistics[None, None, head, tile.batch]
+    for m in cutlass.range(begin, end, unroll=1):
+        _issue(x.q, gQ, sQ, m, pipes.q, at)
+        _issue_statistics(cfg, statistics, smem, m, pipes.q, at)
+        _issue(x.do, gdO, sdO, m, pipes.do, at)
+        at.advance()
+    return at
+
+
+@cute.jit
+def _queries(cfg, x: Inputs, smem: Smem, pipes, shape: Shape, tile: Tile, at, done: Int32):
+    """All of a tile's but the first `done` blocks of its first head."""
     for g in cutlass.range(shape.q_per_kv, unroll=1):
+        begin = tile.m_begin + done if g == 0 else tile.m_begin
         head = tile.kv_head * shape.q_per_kv + g
-        sQ, gQ = _partition(x.q, smem.q, (cfg.tile_m, cfg.width), head, tile.batch)
-        sdO, gdO = _partition(x.do, smem.do, (cfg.tile_m, cfg.width_v), head, tile.batch)
-        statistics = x.statistics[None, None, head, tile.batch]
-        for m in cutlass.range(tile.m_begin, shape.m_blocks, unroll=1):
-            _issue(x.q, gQ, sQ, m, pipes.q, q)
-            _issue_statistics(cfg, statistics, smem, m, pipes.q, q)
-            _issue(x.do, gdO, sdO, m, pipes.do, do)
-            q.advance()
-            do.advance()
+        at = _blocks(cfg, x, smem, pipes, tile, head, begin, shape.m_blocks, at)
+    return at
+
+
+@cute.jit
+def load_one(cfg, x: Inputs, smem: Smem, pipes, shape: Shape, tile: Tile):
+    """A CTA's only tile."""
+    producer = pipeline.PipelineUserType.Producer
+    _keys(cfg, x, smem, pipes, tile, pipeline.make_pipeline_state(producer, 1))
+    cute.arch.griddepcontrol_wait()  # row statistics
+    at = pipeline.make_pipeline_state(producer, cfg.stages)
+    _queries(cfg, x, smem, pipes, shape, tile, at, Int32(0))
+
+
+@cute.jit
+def load(cfg, causal: cutlass.Constexpr[bool], x: Inputs, smem: Smem, pipes, shape: Shape):
+    """Consumers hand back slots of Q and dO while they are in a tile's last block, then V, then K:
+    the following tile's first block comes before its keys."""
+    producer = pipeline.PipelineUserType.Producer
+    at = pipeline.make_pipeline_state(producer, cfg.stages)
+    of_tile = pipeline.make_pipeline_state(producer, 1)  # its ticket, K and V
+    first = cute.arch.grid_dim()[0]  # tile that is drawn first
+    index = cute.arch.block_idx()[0]
+    if const_expr(cfg.deterministic):
+        first = Int32(0)
+        cute.arch.griddepcontrol_wait()  # the counter's zero
+        index = bwd_tickets.draw(cfg, x.statistics)
+    tile = bwd_tickets.tile_at(cfg, causal, shape, index)
+    bwd_tickets.publish(smem, pipes.tickets, tile, of_tile)
+    _keys(cfg, x, smem, pipes, tile, of_tile)
+    if const_expr(not cfg.deterministic):
+        cute.arch.griddepcontrol_wait()  # row statistics, and the counter's zero
+    done = Int32(0)
+    while tile.n_block >= 0:
+        at = _queries(cfg, x, smem, pipes, shape, tile, at, done)
+        index = first + bwd_tickets.draw(cfg, x.statistics)
+        tile = bwd_tickets.tile_at(cfg, causal, shape, index)
+        of_tile.advance()
+        bwd_tickets.publish(smem, pipes.tickets, tile, of_tile)
+        if tile.n_block >= 0:
+            head, begin = tile.kv_head * shape.q_per_kv, tile.m_begin
+            at = _blocks(cfg, x, smem, pipes, tile, head, begin, begin + 1, at)
+            _following_keys(cfg, x, smem, pipes, tile, of_tile)
+        done = Int32(1)

@@ -5,6 +5,7 @@ for every head of the group, every block i of queries:
     P^T  = exp(S^T - LSE_i), 0 where masked
     dS^T = P^T * (dP^T - delta_i)
     dV  += P^T dO_i,  dQ_(i-1) += dS_(i-1) K,  dK += dS^T Q_i
+then dQ of the last block, and the tile's dK and dV leave through the memory of dS.
 dK, dV (and dQ at the end) are multiplied with what softmax_scale leaves to do. Accumulators of S^T
 and dP^T start from -LSE_i / scale and -delta_i.
 
@@ -17,18 +18,18 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr, pipeline
+from cutlass import BFloat16, Float32, Int32, const_expr, pipeline
 from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 
 from cute_attn.kernels.common.layout import acc_as_operand_a, acc_as_rows
-from cute_attn.kernels.hopper import bwd_turns
+from cute_attn.kernels.hopper import bwd_rows, bwd_tickets, bwd_turns
 from cute_attn.kernels.hopper.bwd_operands import Inputs, Mmas, Shape, Smem, Tile
 from cute_attn.kernels.hopper.gemm import STEP, gemm
 from cute_attn.kernels.hopper.operands import TmaOperand
 
 OF_S, OF_DP = 0, 1  # statistics
-KEYS_BARRIER = 1  # both warpgroups have read K for the last time
-OUTPUT_BARRIER = 2  # + warpgroup; bwd_turns.py has the next ones
+KEYS_BARRIER = 1  # both warpgroups: what the operands hold from the start; last dQ of a tile done
+OUTPUT_BARRIER = 2  # + warpgroup: dK and dV in shared memory, or read; bwd_turns.py has the next
 WRITTEN_BARRIER = 8  # + warpgroup: its dS is in shared memory
 
 
@@ -92,21 +93,63 @@ def rounded(acc: cute.Tensor, dtype: cutlass.Constexpr) -> cute.Tensor:
 
 
 @cute.jit
-def announce(cfg, pipes, shape: Shape, tile: Tile):
+def fill_operands(cfg, smem: Smem, tidx: Int32, threads: cutlass.Constexpr[int]):
+    """Zeros to the columns of statistics that no load fills, and the ones that pick among the
+    others, 16 bytes at a time: eight columns of a row, all rows of such columns after one another.
+    The producer's first loads need not wait for it."""
+    half, rows = STEP // 2, cfg.tile_m
+    vector = cute.make_rmem_tensor(half, BFloat16)
+    vector.fill(0.0)
+    for i in cutlass.range(tidx, rows * cfg.stages, threads, unroll=1):
+        stage = i // rows
+        cute.autovec_copy(vector, vector_of(smem.statistics, i + (stage + 1) * rows))
+    for i in cutlass.range(tidx, 2 * 2 * 64, threads, unroll=1):
+        which = i // 128
+        which = which if i // 64 % 2 == 0 else Int32(-1)  # only zeros
+        for column in cutlass.range_constexpr(half):
+            one = which == column // bwd_rows.PARTS
+            vector[column] = BFloat16(1.0) if one else BFloat16(0.0)
+        cute.autovec_copy(vector, vector_of(smem.ones, i))
+    cute.arch.fence_view_async_shared()
+
+
+def vector_of(operand: cute.Tensor, i: Int32) -> cute.Tensor:
+    return cute.make_tensor(operand.iterator + STEP // 2 * i, cute.make_layout(STEP // 2))
+
+
+@cute.jit
+def announce(cfg, smem: Smem, pipes, shape: Shape):
     """A warp tells both warpgroups when dS of one is in shared memory: the fence would keep a
     warpgroup until its stores have passed the other's products, and nobody waits for dS yet. The
     named barrier orders the stores before the fence, and the fence orders them before products,
     which see memory through the async proxy. Neither warpgroup is two blocks ahead here, since it
     takes the other's dS of the block before first."""
-    blocks = shape.q_per_kv * (shape.m_blocks - tile.m_begin)
-    state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, cfg.ds_slots)
-    for _ in cutlass.range(blocks + 1, unroll=1):  # the first is of no block
-        for wg in cutlass.range_constexpr(cfg.warpgroups):
-            cute.arch.barrier(barrier_id=WRITTEN_BARRIER + wg, number_of_threads=128 + 32)
-            cute.arch.fence_view_async_shared()
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(pipes.ds.sync_object_full.get_barrier(state.index))
-        state.advance()
+    consumer = pipeline.PipelineUserType.Consumer
+    state = pipeline.make_pipeline_state(consumer, cfg.ds_slots)
+    at = pipeline.make_pipeline_state(consumer, 1)
+    tile = bwd_tickets.receive(smem, pipes.tickets, at)
+    while tile.n_block >= 0:
+        for _ in cutlass.range(blocks_of(shape, tile), unroll=1):
+            for wg in cutlass.range_constexpr(cfg.warpgroups):
+                cute.arch.barrier(barrier_id=WRITTEN_BARRIER + wg, number_of_threads=128 + 32)
+                cute.arch.fence_view_async_shared()
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive(pipes.ds.sync_object_full.get_barrier(state.index))
+            state.advance()
+        at.advance()
+        tile = bwd_tickets.receive(smem, pipes.tickets, at)
+
+
+def blocks_of(shape: Shape, tile: Tile) -> Int32:
+    """Blocks of queries of all heads, one at least."""
+    return shape.q_per_kv * (shape.m_blocks - tile.m_begin)
+
+
+class Rings(NamedTuple):
+    """Where a warpgroup is in them."""
+
+    now: pipeline.PipelineState  # Q and dO of a block
+    written: pipeline.PipelineState  # its dS
 
 
 @dataclass(frozen=True)
@@ -179,20 +222,6 @@ class Consumer:
         cute.arch.barrier_arrive(barrier_id=WRITTEN_BARRIER + self.f.wg, number_of_threads=128 + 32)
 
     @cute.jit
-    def no_ds(self, slot: cutlass.Constexpr[int]):
-        """dS of a block before the first one: dQ gains nothing."""
-        mine = self.smem.ds[None, None, slot * self.cfg.warpgroups + self.f.wg]
-        n = cute.size(mine) // (8 * 128)
-        vectors = cute.make_tensor(  # zeros are zeros in any order
-            mine.iterator + 8 * self.f.tidx, cute.make_layout((8, n), stride=(1, 8 * 128))
-        )
-        zeros = cute.make_rmem_tensor(8, vectors.element_type)
-        zeros.fill(0.0)
-        for i in cutlass.range_constexpr(n):
-            cute.autovec_copy(zeros, vectors[None, i])
-        self.hand_over()
-
-    @cute.jit
     def issue_dv(self, rP: cute.Tensor, at):
         dOt = self.f.rdOt[None, None, None, at.index]
         P = acc_as_operand_a(rP)
@@ -206,10 +235,10 @@ class Consumer:
             gemm(self.mmas.dq, acc_dQ, dS, Kt, 64 // STEP, zero=w == 0)
 
     @cute.jit
-    def add_dq(self, acc_dQ: cute.Tensor, head: Int32, batch: Int32, m: Int32):
+    def add_dq(self, acc_dQ: cute.Tensor, tile: Tile, head: Int32, m: Int32):
         """dQ of the block += this tile's part: four floats of a thread next to each other, the
         threads of a warpgroup after one another."""
-        part = self.x.dq[None, m, head, batch]
+        part = self.x.dq[None, m, head, tile.batch]
         base = self.f.wg * 64 * self.cfg.dq_width + 4 * self.f.tidx
         if const_expr(self.cfg.deterministic):
             bwd_turns.wait_for_turn(self.f.wg)
@@ -249,31 +278,33 @@ class Consumer:
         gemm(self.mmas.scores, acc_dP, self.f.rV, dO, self.cfg.width_v // STEP, zero=False)
 
     @cute.jit
-    def gradients(self, at, read, written, tile: Tile, m: Int32) -> cute.Tensor:
-        """P and dS of a block, dS for the other warpgroup too. Its dV and dK and dQ of the block
-        before, which is returned, are on their way."""
+    def gradients(self, now, written, tile: Tile, m: Int32) -> cute.Tensor:
+        """P and dS of a block, dS for the other warpgroup too. Its dV and dK and dQ of the
+        block before, which is returned, are on their way."""
         dtype, early = self.smem.q.element_type, self.cfg.early_dv
         acc_S, acc_dP = self.scores(), self.scores()
-        self.issue_scores(acc_S, at)
-        self.issue_dp(acc_dP, at)
+        self.issue_scores(acc_S, now)
+        self.issue_dp(acc_dP, now)
         warpgroup.wait_group(1)
         self.weigh(acc_S)
         if self.masked(tile, m):
             self.mask(acc_S, tile, m)
         rP = rounded(acc_S, dtype)
         if const_expr(early):
-            self.issue_dv(rP, at)
+            self.issue_dv(rP, now)
         warpgroup.wait_group(1 if early else 0)
         self.differentiate(acc_S, acc_dP)
         rdS = rounded(acc_dP, dtype)
         if const_expr(not early):
-            self.issue_dv(rP, at)
-        acc_dQ = self.dq_of(read)
-        if const_expr(self.cfg.late_ds):
-            self.issue_dk(rdS, at)
-        self.share_ds(rdS, written)
+            self.issue_dv(rP, now)
+        before = self.slot_before(written)
+        self.pipes.ds.consumer_wait(before)
         if const_expr(not self.cfg.late_ds):
-            self.issue_dk(rdS, at)
+            self.share_ds(rdS, written)
+        acc_dQ = self.dq_of(before)
+        self.issue_dk(rdS, now)
+        if const_expr(self.cfg.late_ds):
+            self.share_ds(rdS, written)
         return acc_dQ
 
     @cute.jit
@@ -284,48 +315,72 @@ class Consumer:
 
     @cute.jit
     def dq_of(self, read) -> cute.Tensor:
-        """dQ of the block before, whose dS both warpgroups have written by now; on its way."""
+        """dQ of a block whose dS both warpgroups have written; on its way."""
         shape = self.mmas.dq.partition_shape_C((64, self.cfg.dq_width))
         acc_dQ = cute.make_rmem_tensor(shape, Float32)
-        self.pipes.ds.consumer_wait(read)
         self.issue_dq(acc_dQ, read.index)
         return acc_dQ
 
     @cute.jit
-    def tile(self, tile: Tile):
+    def fill_operands(self):
+        threads = 128 * self.cfg.warpgroups
+        fill_operands(self.cfg, self.smem, self.f.wg * 128 + self.f.tidx, threads)
+        cute.arch.barrier(barrier_id=KEYS_BARRIER, number_of_threads=threads)
+
+    def first_slots(self) -> Rings:
+        consumer, cfg = pipeline.PipelineUserType.Consumer, self.cfg
+        return Rings(
+            pipeline.make_pipeline_state(consumer, cfg.stages),
+            pipeline.make_pipeline_state(consumer, cfg.ds_slots),
+        )
+
+    @cute.jit
+    def slot_before(self, written):
+        """Of dS of the block before. A tile's first block finds one that was full before, or in the
+        first tile none, for which nobody waits either; what lies there does not matter."""
+        index, phase = written.index - 1, written.phase
+        if written.index == 0:
+            index, phase = Int32(self.cfg.ds_slots - 1), phase ^ 1
+        return pipeline.PipelineState(self.cfg.ds_slots, Int32(0), index, phase)
+
+    @cute.jit
+    def block_before(self, tile: Tile, head: Int32, m: Int32):
+        """The block of queries before (head, m), if that is not the first."""
+        begins = m == tile.m_begin
+        return head - 1 if begins else head, self.shape.m_blocks - 1 if begins else m - 1
+
+    @cute.jit
+    def tile(self, tile: Tile, keys, rings: Rings) -> Rings:
         """dQ lags a block behind, so that the warpgroups need not wait for each other's dS and one
         computes weights while the other's products run. It is added up while dK runs: the adder
         takes long to read its registers."""
-        f, cfg, shape = self.f, self.cfg, self.shape
+        f, shape = self.f, self.shape
+        now, written = rings
         f.acc_dK.fill(0.0)
         f.acc_dV.fill(0.0)
-        consumer = pipeline.PipelineUserType.Consumer
-        now = pipeline.make_pipeline_state(consumer, cfg.stages)
-        read = pipeline.make_pipeline_state(consumer, cfg.ds_slots)
-        written = pipeline.PipelineState(cfg.ds_slots, Int32(0), Int32(1), Int32(0))
-        self.no_ds(0)
         head, m = tile.kv_head * shape.q_per_kv, tile.m_begin
-        head_before, m_before = head, m
-        blocks = shape.q_per_kv * (shape.m_blocks - tile.m_begin)
-        for i in cutlass.range(blocks, unroll=1):
-            acc_dQ = self.gradients(now, read, written, tile, m)
+        for i in cutlass.range(blocks_of(shape, tile), unroll=1):
+            acc_dQ = self.gradients(now, written, tile, m)
             warpgroup.wait_group(1)  # all but dK
             self.pipes.do.consumer_release(now)
             if i > 0:
-                self.add_dq(acc_dQ, head_before, tile.batch, m_before)
+                self.add_dq(acc_dQ, tile, *self.block_before(tile, head, m))
             warpgroup.wait_group(0)
             self.pipes.q.consumer_release(now)
             now.advance()
             written.advance()
-            read.advance()
-            head_before, m_before = head, m
             m = m + 1
             if m == shape.m_blocks:
                 m = tile.m_begin
                 head = head + 1
-        acc_dQ = self.dq_of(read)
+        self.pipes.v.consumer_release(keys)
+        before = self.slot_before(written)
+        self.pipes.ds.consumer_wait(before)
+        acc_dQ = self.dq_of(before)
         warpgroup.wait_group(0)
-        self.add_dq(acc_dQ, head_before, tile.batch, m_before)
+        self.pipes.k.consumer_release(keys)
+        self.add_dq(acc_dQ, tile, *self.block_before(tile, head, m))
+        return Rings(now, written)
 
     @cute.jit
     def put(self, rX: cute.Tensor, mma, sX: cute.Tensor):
@@ -338,32 +393,61 @@ class Consumer:
 
     @cute.jit
     def store(self, acc: cute.Tensor, mma, sX: cute.Tensor, scale: Float32):
-        """An accumulator in 16 bits to where K or V were in shared memory."""
+        """An accumulator in 16 bits to shared memory."""
         acc.store(acc.load() * scale)
         self.put(rounded(acc, sX.element_type), mma, sX)
 
+    def first_warp(self):
+        """Of the warpgroup."""
+        return cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 == 0
+
+    def piece(self, i: int) -> Int32:
+        """Of 64 columns of this warpgroup's dK and dV, next to each other, where the i-th is:
+        where dS of its own keys was, so that the other's stores and products do not matter."""
+        in_slot = self.cfg.tile_m // 64
+        return (i // in_slot * self.cfg.warpgroups + self.f.wg) * in_slot + i % in_slot
+
+    def pieces(self, first: int, width: int) -> cute.Tensor:
+        """(64, width) from piece `first` on."""
+        tile = self.smem.out[None, None, self.piece(first)]
+        slot = 64 * self.cfg.tile_m * self.cfg.warpgroups  # from one to the next
+        layout = cute.make_layout((64, (64, width // 64)), stride=(64, (1, slot)))
+        return cute.make_tensor(tile.iterator, layout)
+
     @cute.jit
-    def send(self, op: TmaOperand, sX: cute.Tensor, width: cutlass.Constexpr, slot, tile: Tile):
-        """A tile of 64 keys of dK or dV on its way to global memory, by one warp."""
-        gX = cute.local_tile(
-            op.tensor[None, None, tile.kv_head, tile.batch], (64, width), (None, 0)
-        )
+    def send(self, op: TmaOperand, first: cutlass.Constexpr, width: cutlass.Constexpr, tile: Tile):
+        """64 keys of dK or dV on their way to global memory, by one warp."""
+        gX = op.tensor[None, None, tile.kv_head, tile.batch]
         s, g = cpasync.tma_partition(
-            op.atom, 0, cute.make_layout(1), cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2)
+            op.atom,
+            0,
+            cute.make_layout(1),
+            cute.group_modes(self.smem.out, 0, 2),
+            cute.group_modes(cute.local_tile(gX, (64, 64), (None, None)), 0, 2),
         )
-        cute.copy(op.atom, s[None, slot], g[None, tile.n_block * self.cfg.key_tiles + slot])
+        keys = tile.n_block * self.cfg.key_tiles + self.f.wg
+        for i in cutlass.range_constexpr(width // 64):
+            cute.copy(op.atom, s[None, self.piece(first + i)], g[None, keys, i])
 
     @cute.jit
     def finish(self, tile: Tile, scale: Float32):
-        """dK and dV leave where K and V were."""
-        cfg, wg = self.cfg, self.f.wg
+        """dK and dV leave where dS was: K and V of the next tile are on their way."""
+        cfg, f = self.cfg, self.f
+        of_dk = cfg.width // 64  # pieces
         cute.arch.barrier(barrier_id=KEYS_BARRIER, number_of_threads=128 * cfg.warpgroups)
-        self.store(self.f.acc_dK, self.mmas.dk, self.smem.k[None, None, wg], scale)
-        self.store(self.f.acc_dV, self.mmas.dv, self.smem.v[None, None, wg], Float32(1.0))
+        self.store(f.acc_dK, self.mmas.dk, self.pieces(0, cfg.width), scale)
+        self.store(f.acc_dV, self.mmas.dv, self.pieces(of_dk, cfg.width_v), Float32(1.0))
         cute.arch.fence_view_async_shared()
-        cute.arch.barrier(barrier_id=OUTPUT_BARRIER + wg, number_of_threads=128)
-        if self.f.tidx < 32:
-            self.send(self.x.dk, self.smem.k, cfg.width, wg, tile)
-            self.send(self.x.dv, self.smem.v, cfg.width_v, wg, tile)
+        cute.arch.barrier(barrier_id=OUTPUT_BARRIER + f.wg, number_of_threads=128)
+        if self.first_warp():
+            self.send(self.x.dk, 0, cfg.width, tile)
+            self.send(self.x.dv, of_dk, cfg.width_v, tile)
             cute.arch.cp_async_bulk_commit_group()
-            cute.arch.cp_async_bulk_wait_group(0, read=False)
+
+    @cute.jit
+    def wait_until_sent(self):
+        """This warpgroup's dK and dV of the tile before have been read: dS may follow. That they
+        are written, the end of the kernel says."""
+        if self.first_warp():
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+        cute.arch.barrier(barrier_id=OUTPUT_BARRIER + self.f.wg, number_of_threads=128)

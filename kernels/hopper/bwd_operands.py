@@ -36,6 +36,8 @@ class Smem(NamedTuple):
     ds: cute.Tensor  # (64, tile_m, ds_slots * warpgroups)
     statistics: cute.Tensor  # (tile_m, STEP, stages) bf16, an operand, or (tile_m, 2, stages) fp32
     ones: cute.Tensor  # (64, STEP, 2) bf16, the other operand
+    tickets: cute.Tensor  # (4,) a tile's coordinates, from the loader to everybody else
+    out: cute.Tensor  # (64, 64, pieces) of dK and dV, in dS's memory
 
 
 class Shape(NamedTuple):
@@ -54,7 +56,7 @@ class Shape(NamedTuple):
 class Tile(NamedTuple):
     """Coordinates of one CTA's work: a block of keys of one KV head."""
 
-    n_block: Int32
+    n_block: Int32  # -1: no tile, the work is done
     kv_head: Int32
     batch: Int32
     m_begin: Int32  # first block of queries that sees a key of the block

@@ -47,7 +47,8 @@ class Rows(NamedTuple):
 def row_statistics(cfg: cutlass.Constexpr, o, do, lse, dlse, words, dq, scale):
     """For tile_m rows of one head, what S and dP start from: -LSE / scale, so far off that P is 0
     where the row sees no key or does not exist; -delta = dLSE - rowsum(dO * O) (FlashAttention-2,
-    algorithm 2, line 4); dQ's accumulator = 0, and so are the counters of bwd_turns.py.
+    algorithm 2, line 4); dQ's accumulator = 0, and so are the counters of bwd_turns.py
+    and bwd_tickets.py.
 
     o, do (seqlen_q, head_dim_v, head, batch); lse, dlse (seqlen_q, head, batch)."""
     cute.arch.griddepcontrol_launch_dependents()
@@ -61,6 +62,8 @@ def row_statistics(cfg: cutlass.Constexpr, o, do, lse, dlse, words, dq, scale):
     zeros = cute.local_tile(dq[None, block, head, batch], (share,), (of_block,))
     if const_expr(cfg.deterministic):
         no_turns(cfg, x.words[None, block])
+    if const_expr(cfg.persistent):
+        no_tickets(cfg, words)
     statistics(cfg, x, block * statistics_ctas(cfg) + of_block, zeros, scale)
 
 
@@ -114,6 +117,13 @@ def no_turns(cfg, words: cute.Tensor):
     tidx = cute.arch.thread_idx()[0]
     if tidx < TURN_WORDS:
         words[cfg.statistics + tidx] = Float32(0.0)
+
+
+@cute.jit
+def no_tickets(cfg, words: cute.Tensor):
+    """None is drawn yet. One thread says so."""
+    if cute.arch.block_idx()[0] == 0 and cute.arch.thread_idx()[0] == 0:
+        words[cfg.ticket_word, 0, 0, 0] = Float32(0.0)
 
 
 def vectors_of(x: cute.Tensor, first: Int32, step: int, n: int, col: Int32) -> cute.Tensor:

@@ -11,9 +11,13 @@ it, so that consumers neither poll nor wait until their reductions have reached 
     ADDED_BARRIER        <-   end_turn
     counter = turn + 1, when they are done
 
-Why nobody waits for ever: the last block of keys is the first to be added, its CTA has the lowest
-index of the head (bwd.py, tile_at), and a CTA waits for lower indices only. The hardware starts
-CTAs in the order of their index: what a CTA waits for runs or has run.
+Why nobody waits for ever: the last block of keys is the first to be added, its tile has the lowest
+index of the head (bwd_tickets.py, tile_at), and a tile waits for lower indices only. Tiles are
+tickets, drawn in the order of their index by CTAs that run, and a CTA works on its own in that
+order: of the tiles that are not done, the one with the lowest index is worked on, and waits for
+none. So a CTA's first tile is a ticket too. Were it that of the CTA's index, others would wait for
+a CTA that finds no room beside them, as where other work keeps some multiprocessors. (The wide
+kernel has a CTA per tile, which the hardware starts in the order of their index.)
 
 Why the last block first: with a causal mask a CTA begins at the first queries that see its keys,
 which no later keys share, and the CTAs of later keys are ahead of it when it comes to theirs. From
@@ -22,10 +26,11 @@ the first block on, a CTA would begin by waiting for one that has all earlier qu
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Int32, const_expr, pipeline
 
 from cute_attn.config import TURN_WORDS
-from cute_attn.kernels.hopper.bwd_operands import Shape, Tile
+from cute_attn.kernels.hopper import bwd_tickets
+from cute_attn.kernels.hopper.bwd_operands import Shape, Smem, Tile
 
 TURN_BARRIER = 4  # + warpgroup: it may add its part
 ADDED_BARRIER = 6  # + warpgroup: its reductions are issued
@@ -44,9 +49,22 @@ def last_block(cfg, causal: cutlass.Constexpr[bool], shape: Shape, m: Int32):
 
 
 @cute.jit
-def keep_order(cfg, causal: cutlass.Constexpr[bool], x, shape: Shape, tile: Tile, wg: Int32):
+def keep_order(
+    cfg, causal: cutlass.Constexpr[bool], x, smem: Smem, tickets, shape: Shape, wg: Int32
+):
     """One warp, for all parts that warpgroup wg adds, in their order."""
     cute.arch.griddepcontrol_wait()  # counters' zeros
+    at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
+    tile = bwd_tickets.receive(smem, tickets, at)
+    while tile.n_block >= 0:
+        keep_order_of(cfg, causal, x, shape, tile, wg)
+        at.advance()
+        tile = bwd_tickets.receive(smem, tickets, at)
+
+
+@cute.jit
+def keep_order_of(cfg, causal: cutlass.Constexpr[bool], x, shape: Shape, tile: Tile, wg: Int32):
+    """Of one tile."""
     for g in cutlass.range(shape.q_per_kv, unroll=1):
         words = x.statistics[None, None, tile.kv_head * shape.q_per_kv + g, tile.batch]
         for m in cutlass.range(tile.m_begin, shape.m_blocks, unroll=1):

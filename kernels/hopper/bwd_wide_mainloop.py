@@ -14,7 +14,7 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, pipeline
-from cutlass.cute.nvgpu import warpgroup
+from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from cute_attn.kernels.common.layout import acc_as_rows
 from cute_attn.kernels.hopper import bwd_mainloop
@@ -26,6 +26,7 @@ from cute_attn.kernels.hopper.bwd_mainloop import (
 )
 from cute_attn.kernels.hopper.bwd_operands import Mmas, Smem, Tile
 from cute_attn.kernels.hopper.gemm import STEP, gemm
+from cute_attn.kernels.hopper.operands import TmaOperand
 
 
 class Fragments(NamedTuple):
@@ -245,13 +246,13 @@ class Consumer(bwd_mainloop.Consumer):
         self.add_before(blocks - 1, tile, head_before, m_before)
         self.issue_dq(now)
         warpgroup.wait_group(0)
-        self.add_dq(f.acc_dQ, head, tile.batch, m)
+        self.add_dq(f.acc_dQ, tile, head, m)
 
     @cute.jit
     def add_before(self, i: Int32, tile: Tile, head: Int32, m: Int32):
         """dQ of the block before, if there was one."""
         if i > 0:
-            self.add_dq(self.f.acc_dQ, head, tile.batch, m)
+            self.add_dq(self.f.acc_dQ, tile, head, m)
 
     @cute.jit
     def step(self, acc_S: cute.Tensor, now, ahead, tile: Tile, m: Int32):
@@ -276,6 +277,17 @@ class Consumer(bwd_mainloop.Consumer):
         self.has_read(now.index)
 
     @cute.jit
+    def send(self, op: TmaOperand, sX: cute.Tensor, width: cutlass.Constexpr, tile: Tile):
+        """dK or dV of the tile on its way to global memory, by one warp."""
+        gX = cute.local_tile(
+            op.tensor[None, None, tile.kv_head, tile.batch], (64, width), (None, 0)
+        )
+        s, g = cpasync.tma_partition(
+            op.atom, 0, cute.make_layout(1), cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2)
+        )
+        cute.copy(op.atom, s[None, 0], g[None, tile.n_block])
+
+    @cute.jit
     def finish(self, tile: Tile, scale: Float32):
         """dK and dV leave where K and V were."""
         cfg, f, threads = self.cfg, self.f, 128 * self.cfg.warpgroups
@@ -288,8 +300,8 @@ class Consumer(bwd_mainloop.Consumer):
         cute.arch.barrier(barrier_id=OUTPUT_BARRIER, number_of_threads=threads)
         if f.tidx < 32:
             if f.wg == 0:
-                self.send(self.x.dk, self.smem.k, cfg.width, 0, tile)
+                self.send(self.x.dk, self.smem.k, cfg.width, tile)
             else:
-                self.send(self.x.dv, self.smem.v, cfg.width_v, 0, tile)
+                self.send(self.x.dv, self.smem.v, cfg.width_v, tile)
             cute.arch.cp_async_bulk_commit_group()
             cute.arch.cp_async_bulk_wait_group(0, read=False)
