@@ -59,11 +59,11 @@ class BackwardArithmetic:
     @cute.jit
     def __call__(self, mQ: cute.Tensor, mK: cute.Tensor, tiles: cute.Tensor, last: cute.Tensor):
         """tiles (n, 4): n_block, kv_head, batch and m_begin of index 0 .. n - 1. last (1, blocks of
-        queries): last_block of each."""
+        queries): last_block of each. On 8 multiprocessors."""
         mQ, mK = [
             cute.make_tensor(t.iterator, cute.select(t.layout, mode=[1, 3, 2, 0])) for t in (mQ, mK)
         ]
-        shape = self.kernel.shape(mQ, mK, last.shape[1])
+        shape = self.kernel.shape(mQ, mK, last.shape[1], Int32(8))
         for i in cutlass.range(tiles.shape[0]):
             tile = bwd_tickets.tile_at(self.cfg, self.problem.causal, shape, Int32(i))
             for j in cutlass.range_constexpr(4):

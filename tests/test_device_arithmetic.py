@@ -183,6 +183,18 @@ def test_every_part_of_dq_has_its_turn(dim, causal):
         assert len(set(map(tuple, tiles[:, :3].tolist()))) == len(tiles)
 
 
+def test_few_tiles_are_taken_longest_first():
+    """Of all heads, however little of them the L2 cache holds; where they are many, by heads."""
+    function = compile_backward_arithmetic(Problem("bf16", 128, 128, True), BwdConfig())
+    for seqlen, heads, few in ((2048, 2, True), (8192, 8, False)):  # 32 and 512 tiles
+        q, k = sized(1, seqlen, 8 * heads, 128), sized(1, seqlen, heads, 128)
+        tiles = torch.zeros(seqlen // 128 * heads, 4, dtype=torch.int32)
+        function(q, k, tiles, torch.zeros(1, seqlen // 64, dtype=torch.int32))
+        begins = tiles[:, 3].tolist()
+        assert (begins == sorted(begins)) == few
+        assert few or set(tiles[: seqlen // 128, 1].tolist()) == {0}
+
+
 FAR = 2.0**120
 
 

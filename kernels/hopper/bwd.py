@@ -30,6 +30,7 @@ from cute_attn.problem import Problem
 
 REGISTERS = 240, 24  # consumer, producer
 L2_KB = 32 * 1024  # of the heads whose tiles follow each other
+FEW = 6  # tiles a multiprocessor; below, all heads are taken together where tiles differ in length
 
 
 @dataclass(frozen=True)
@@ -188,7 +189,7 @@ class BackwardSm90:
         mLSE, mdLSE = reordered(mLSE, LSE), reordered(mdLSE, LSE)
         stats, dq = [reordered(t, [3, 2, 1, 0]) for t in (stats, partial_dq)]
         mmas = self.mmas()
-        shape = self.shape(mQ, mK, dq.shape[1])
+        shape = self.shape(mQ, mK, dq.shape[1], sms)
         blocks = shape.m_blocks * mQ.shape[2] * mQ.shape[3]
         bwd_rows.row_statistics(cfg, mO, mdO, mLSE, mdLSE, stats, dq, score_scale).launch(
             grid=(blocks * bwd_rows.statistics_ctas(cfg), 1, 1),
@@ -219,7 +220,7 @@ class BackwardSm90:
         )
 
     @cute.jit
-    def shape(self, mQ, mK, m_blocks) -> Shape:
+    def shape(self, mQ, mK, m_blocks, sms: Int32) -> Shape:
         cfg, problem = self.cfg, self.problem
         heads, q_per_kv = mK.shape[2] * mK.shape[3], mQ.shape[2] // mK.shape[2]
         n_blocks = cute.ceil_div(mK.shape[0], cfg.tile_n)
@@ -228,6 +229,11 @@ class BackwardSm90:
         n_kb = cfg.tile_n * 2 * row // 1024
         together = L2_KB // (q_per_kv * m_blocks * m_kb + n_blocks * n_kb)
         together = cutlass.max(cutlass.min(together, heads), 1)
+        if const_expr(problem.causal):
+            # The last heads' long tiles would begin when others end: 8 KV heads of 8 query heads,
+            # 8k, scheduled on 132 multiprocessors as a list, take 1.24 of the time without gaps one
+            # head at a time and 1.01 all together.
+            together = heads if heads * n_blocks < FEW * sms else together
         extents = mQ.shape[0], mK.shape[0], q_per_kv, m_blocks, n_blocks
         return Shape(*extents, mK.shape[2], heads, together)
 
