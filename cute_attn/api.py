@@ -173,12 +173,16 @@ def flash_attn_func(
     alibi_slopes: "Tensor | None" = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
+    *,
+    preset: str | None = None,
 ) -> "Tensor | tuple[Tensor, Tensor, None]":
     """Differentiable attention with flash_attn 2's signature; shapes, dtypes and mask as in fwd.
 
     deterministic  the backward gives the same bits every time; see bwd
     return_attn_probs  return (out, softmax_lse, None); softmax_lse, fp32 (batch, nheads_q,
                 seqlen_q), is differentiable here. The third is flash_attn's dropout mask
+    preset      'fp8' or 'fp8_hp': the forward as fwd computes it with that preset, the backward as
+                without one, from q, k and v as they are. On CPU tensors, not under torch.compile
 
     Gradients come from bwd and exist once: a second derivative raises NotImplementedError. Works
     under torch.compile(fullgraph=True) and activation checkpointing; without gradients it is fwd.
@@ -200,6 +204,11 @@ def flash_attn_func(
                 "alibi_slopes": alibi_slopes,
             }
         )
+    if preset is not None:
+        from cute_attn import fp8_autograd
+
+        out, lse = fp8_autograd.attention(q, k, v, softmax_scale, causal, deterministic, preset)
+        return (out, lse, None) if return_attn_probs else out
     out, lse = autograd.attention(
         q, k, v, softmax_scale, causal, deterministic, bool(return_attn_probs)
     )

@@ -139,8 +139,10 @@ def test_signatures_are_flash_attn_2s():
     functions = {"func": "q, k, v", "qkvpacked_func": "qkv", "kvpacked_func": "q, kv"}
     for name, tensors in functions.items():
         parameters = inspect.signature(getattr(cute_attn, f"flash_attn_{name}")).parameters
-        shown = (n if p.default is p.empty else f"{n}={p.default}" for n, p in parameters.items())
+        theirs = {n: p for n, p in parameters.items() if p.kind is not p.KEYWORD_ONLY}
+        shown = (n if p.default is p.empty else f"{n}={p.default}" for n, p in theirs.items())
         assert ", ".join(shown) == f"{tensors}, {common}"
+        assert parameters.keys() - theirs.keys() == ({"preset"} if name == "func" else set())
 
 
 @each_device
