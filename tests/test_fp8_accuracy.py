@@ -8,6 +8,10 @@ seqlen 1024 it is milder than at 8192, where its figure of 9.1e-3 is.
 """
 
 import math
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -124,3 +128,13 @@ def test_shifts_of_earlier_data_serve_as_well():
     want, _ = reference.attention(q, k, v)
     measured, given = relative(ours(q, k, v), want), relative(ours(q, k, v, **stats), want)
     assert given < 1.1 * measured and math.isfinite(given)
+
+
+def test_script_prints_its_table():
+    script = Path(__file__).resolve().parents[1] / "scripts" / "fp8_accuracy.py"
+    sizes = "--seqlen 256 300 --head-dim 64 --heads 1 --rows 64 --device cpu".split()
+    done = subprocess.run([sys.executable, str(script), *sizes], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rows = re.findall(r"^\| (256|300) \| .*", done.stdout, re.M)
+    bf16, hp, fp8, _ = map(float, done.stdout.splitlines()[-1].split("|")[3:7])
+    assert rows == ["256", "300"] and bf16 < hp < fp8
