@@ -127,6 +127,9 @@ def test_rows_without_keys_are_0_whatever_the_shifts():
     out, lse = cute_attn.fwd(q, k, v, causal=True, preset="fp8", return_lse=True)
     assert (out[:, :40] == 0).all() and (lse[:, :, :40] == -INF).all()
     assert lse[:, :, 40:].isfinite().all()
+    q[:, 0] = math.nan  # in a row without keys
+    out, lse = cute_attn.fwd(q, k, v, causal=True, preset="fp8", return_lse=True)
+    assert (out[:, 0] == 0).all() and (lse[:, :, 0] == -INF).all()
 
 
 @pytest.mark.parametrize("seqlen", [96, 97, 129, 200])
@@ -395,6 +398,21 @@ def test_v_in_bf16_with_q_and_k_in_e4m3():
     assert relative(out, want) < 0.006
 
 
+def test_p_is_cast_to_the_dtype_of_v():
+    """Two keys, weights 1 and e^-1: the second is off by bf16's rounding, and l is not."""
+    q, k = torch.zeros(1, 1, 1, 16), torch.zeros(1, 2, 1, 16)
+    q[..., 0], k[:, 0, :, 0] = 1.0, 1.0
+    v = torch.zeros(1, 2, 1, 16)
+    v[:, 1] = 1.0
+    pack = exact_pack(q, k, v)
+    e = torch.tensor(-1.0).exp()
+    for dtype, rounded in ((BF16, e.bfloat16()), (FP16, e.half()), (E4M3, (256 * e).to(E4M3))):
+        given = replace(pack, v=v.to(dtype))
+        out, _ = attention_fp8(given, softmax_scale=1.0, out_dtype=torch.float32)
+        want = rounded.double() / (256 if dtype == E4M3 else 1) / (1 + math.exp(-1))
+        assert (out.double() - want).abs().max() < 1e-7
+
+
 def test_b93_layouts_of_v():
     q, k, v = eighths(2, 40, 70, (4, 2), 64)
     want = cute_attn.fwd(q, k, v)
@@ -530,6 +548,8 @@ def test_b84_gradients_are_refused():
             cute_attn.fwd(**arguments)
     with pytest.raises(NotImplementedError, match="k_descale requires grad"):
         cute_attn.fwd(**E, k_descale=torch.ones(1, requires_grad=True))
+    with pytest.raises(NotImplementedError, match="out requires grad"):
+        cute_attn.fwd(**E, out=torch.empty(1, 8, 4, 32, dtype=BF16, requires_grad=True))
     with pytest.raises(NotImplementedError, match="v requires grad"):
         cute_attn.fwd(Q, K, V.clone().requires_grad_(), preset="fp8")
     with pytest.raises(NotImplementedError, match="q.dtype is torch.float8_e4m3fn"):
