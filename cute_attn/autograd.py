@@ -49,10 +49,7 @@ def attention(
     if not isinstance(deterministic, bool):
         raise TypeError(f"deterministic is {deterministic!r}: a bool is wanted")
     if not torch.compiler.is_compiling():
-        if _transforms_active():
-            raise NotImplementedError(
-                "torch.func transforms (grad, jvp, vmap) are not built: use torch.autograd"
-            )
+        refuse_transforms()
         if _plain(q, k, v):
             if return_lse:
                 return _fwd(q, k, v, softmax_scale, causal, deterministic)
@@ -68,6 +65,13 @@ def attention(
         launch.choose_arch(q.device, None)
     out, lse = torch.ops.cute_attn.fwd(q, k, v, softmax_scale, causal, deterministic)
     return out, lse if return_lse else None
+
+
+def refuse_transforms() -> None:
+    if _transforms_active():
+        raise NotImplementedError(
+            "torch.func transforms (grad, jvp, vmap) are not built: use torch.autograd"
+        )
 
 
 def _device_type(t: Tensor) -> str:
@@ -101,14 +105,7 @@ def _fwd(
     return out, lse
 
 
-def _fwd_fake(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    softmax_scale: float | None,
-    causal: bool,
-    deterministic: bool,
-) -> tuple[Tensor, Tensor]:
+def _fwd_fake(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     problem._check_devices(q, k, v)  # one on the meta device is enough to bring a call here
     batch, seqlen_q, heads, _ = q.shape
     out = q.new_empty(batch, seqlen_q, heads, v.shape[3])

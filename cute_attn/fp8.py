@@ -48,22 +48,10 @@ def forward(
     for name, descale in zip("qkv", descales):
         if descale is not None:
             raise ValueError(f"{name}_descale is given with preset {preset!r}, which measures it")
-    pack, scale, dtype = quantised(q, k, v, preset, options)
-    return run(pack, options, scale, dtype)
-
-
-def quantised(
-    q: Tensor, k: Tensor, v: Tensor, preset: str, options: Options
-) -> tuple[QuantizedQKV, float | None, torch.dtype]:
-    """A call with preset, checked: what run takes."""
-    quantize._check_preset(preset)
-    if getattr(q, "dtype", None) == E4M3:
-        raise ValueError(f"preset is {preset!r} and q.dtype is {E4M3}: q is quantised already")
-    quantize._check_inputs(q, k, v)
+    scale, dtype = checked_preset(q, k, v, preset, options)
     _refuse_gradients({"q": q, "k": k, "v": v})
-    block = quantize.checked_block(options.k_block)
-    scale, dtype = _checked(q, k, v, q.dtype, options)
-    return quantize.quantize_qkv(q, k, v, preset=preset, k_block=block), scale, dtype
+    pack = quantize.quantize_qkv(q, k, v, preset=preset, k_block=options.k_block)
+    return _run(pack, options, scale, dtype)
 
 
 def _packed(q: Tensor, k: Tensor, v: Tensor, descales: Descales, options: Options) -> QuantizedQKV:
@@ -89,13 +77,12 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, descales: Descales, options: Option
 def _attend(pack: QuantizedQKV, options: Options) -> tuple[Tensor, Tensor]:
     _check_tensors(pack)
     scale, dtype = _checked(pack.q, pack.k, pack.v, pack.dtype, options)
-    return run(pack, options, scale, dtype)
+    return _run(pack, options, scale, dtype)
 
 
-def run(
+def _run(
     pack: QuantizedQKV, options: Options, scale: float | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a call that is right."""
     from cute_attn import reference_fp8
 
     o, lse = reference_fp8.attention_fp8(
@@ -105,6 +92,18 @@ def run(
 
 
 # Checks
+
+
+def checked_preset(
+    q: Tensor, k: Tensor, v: Tensor, preset: str, options: Options
+) -> tuple[float | None, torch.dtype]:
+    """All checks of a call with a preset but that of gradients: (softmax_scale, dtype of out)."""
+    quantize._check_preset(preset)
+    if getattr(q, "dtype", None) == E4M3:
+        raise ValueError(f"preset is {preset!r} and q.dtype is {E4M3}: q is quantised already")
+    quantize._check_inputs(q, k, v)
+    quantize.checked_block(options.k_block)
+    return _checked(q, k, v, q.dtype, options)
 
 
 def _checked(

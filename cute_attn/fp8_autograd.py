@@ -1,9 +1,10 @@
-"""flash_attn_func with a preset: the forward in FP8, the backward in the inputs' dtype.
+"""flash_attn_func with a preset, as a torch operator with gradients: torch.ops.cute_attn.fwd_fp8.
+Importing this module registers it. The forward is in FP8, the backward in the inputs' dtype.
 
 The backward recomputes P from q and k as they were, with FP8's LSE. K's rounding errors in the
 scores then make a row of dS sum up to something other than 0, and dQ = dS K gets that sum times K's
-mean, which may be large. So it takes K less the forward's k_shift, with the LSE that goes with it:
-the same gradients in exact arithmetic, without that error.
+mean, which may be large. So it takes K less its mean, with the LSE of those scores: the same
+gradients in exact arithmetic, without that error.
 """
 
 from typing import Any
@@ -11,8 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_attn import backward, fp8, launch
+from cute_attn import autograd, fp8, launch, quantize
 from cute_attn.fp8 import Options
+
+_library = torch.library.Library("cute_attn", "FRAGMENT")  # its operator lives as long as it does
+_library.define(
+    "fwd_fp8(Tensor q, Tensor k, Tensor v, float? softmax_scale, bool causal, bool deterministic,"
+    " str preset) -> (Tensor out, Tensor lse)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
 
 
 def attention(
@@ -25,58 +33,67 @@ def attention(
     preset: str,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse), differentiable. Arguments and errors are those of cute_attn.flash_attn_func."""
-    if not isinstance(deterministic, bool):
-        raise TypeError(f"deterministic is {deterministic!r}: a bool is wanted")
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        raise NotImplementedError(
-            f"preset is {preset!r}: not built under torch.compile and torch.func transforms"
-        )
-    tensors = (q, k, v)
-    if all(isinstance(t, Tensor) for t in tensors):
-        if launch._forward_ad._current_level >= 0:
-            launch._refuse_tangents(*tensors)
-        if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-            both = _Attention.apply(q, k, v, softmax_scale, causal, deterministic, preset)
-            return both[0], both[1]
+    for name, flag in (("causal", causal), ("deterministic", deterministic)):
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name} is {flag!r}: a bool is wanted")
+    quantize._check_preset(preset)
+    if not torch.compiler.is_compiling():  # there fwd_fp8 checks, when it runs
+        autograd.refuse_transforms()
+        options = Options(causal, softmax_scale)
+        softmax_scale, _ = fp8.checked_preset(q, k, v, preset, options)
+        if launch._forward_ad._current_level >= 0:  # torch's own message names no argument
+            launch._refuse_tangents(q, k, v)
+    out, lse = torch.ops.cute_attn.fwd_fp8(q, k, v, softmax_scale, causal, deterministic, preset)
+    return out, lse
+
+
+def _fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None,
+    causal: bool,
+    deterministic: bool,
+    preset: str,
+) -> tuple[Tensor, Tensor]:
+    """deterministic is for the backward: the forward always is."""
     return fp8.forward(q, k, v, (None, None, None), preset, Options(causal, softmax_scale))
 
 
-class _Attention(torch.autograd.Function):  # type: ignore[misc]
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-        softmax_scale, causal, deterministic, preset = options
-        call = Options(causal, softmax_scale)
-        pack, scale, dtype = fp8.quantised(q, k, v, preset, call)
-        out, lse = fp8.run(pack, call, scale, dtype)
-        ctx.save_for_backward(q, k, v, out, lse, pack.k_shift, pack.q_dot_k_shift)
-        ctx.options = q.shape[3] ** -0.5 if scale is None else scale, causal, deterministic
-        ctx.set_materialize_grads(False)  # an lse that nobody uses has no gradient to read
-        return out, lse
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise NotImplementedError(
-                "double backward is not built: gradients of gradients (create_graph=True) cannot "
-                "be taken"
-            )
-        if dout is None and dlse is None:
-            return (None,) * 7
-        return *_gradients(ctx, dout, dlse), None, None, None, None
-
-
-def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v, out, lse, k_shift, q_dot_k_shift = ctx.saved_tensors
-    scale, causal, deterministic = ctx.options
+def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    if dout is None and dlse is None:
+        return (None,) * 7
+    q, k, v, out, lse = ctx.saved_tensors
+    softmax_scale, causal, deterministic, _ = ctx.options
+    scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
     if dout is None:
         dout = out.new_zeros(()).expand(out.shape)
-    shifted = (k.float() - k_shift.unsqueeze(-3)).to(k.dtype)
-    dq, dk, dv = backward.backward(
-        dout, q, shifted, v, out, lse - scale * q_dot_k_shift, causal, scale,
-        dlse=dlse, deterministic=deterministic,
-    )  # fmt: skip
-    if dlse is not None:  # LSE moves with q . k_shift, whatever the weights
-        moves = (scale * dlse).masked_fill(lse == -torch.inf, 0.0).transpose(1, 2).unsqueeze(-1)
-        of_head = k_shift.repeat_interleave(q.shape[2] // k.shape[2], -2).unsqueeze(-3)
-        dq = (dq.float() + moves * of_head).to(q.dtype)
-    return dq, dk, dv
+    centre = _centre(k)
+    centred = (k.float() - quantize._per_token(centre)).to(k.dtype)
+    of_head = quantize._per_query_head(centre, q.shape[2])  # (b, 1, hq, d)
+    of_centre = scale * (q.float() * of_head).sum(-1).transpose(1, 2)  # (b, hq, sq)
+    dq, dk, dv = torch.ops.cute_attn.bwd(  # it has the error for gradients of gradients too
+        dout, q, centred, v, out, lse - of_centre, dlse, scale, causal, deterministic
+    )
+    if dlse is not None:  # LSE moves with q . centre, whatever the weights
+        of_row = (scale * dlse).masked_fill(lse == -torch.inf, 0.0).transpose(1, 2).unsqueeze(-1)
+        dq = (dq.float() + of_row * of_head).to(q.dtype)
+    return dq, dk, dv, None, None, None, None
+
+
+def _centre(k: Tensor) -> Tensor:
+    """fp32 (batch, nheads_kv, head_dim): the mean key, 0 in channels where it is less than half of
+    their root mean square. It does no harm there, and K less it, rounded to K's dtype, would: a
+    large score would be off. 0 also where K less it has no room in that dtype."""
+    K = k.float()
+    mean = quantize._mean(K, (1,))
+    small = 4 * mean.square() < quantize._mean(K.square(), (1,))
+    reach = quantize._largest(K.abs()).squeeze(1) + mean.abs()
+    return mean.masked_fill(small | (reach > torch.finfo(k.dtype).max), 0.0)
+
+
+_library.impl("fwd_fp8", _fwd, "CompositeExplicitAutograd")
+torch.library.register_fake("cute_attn::fwd_fp8", autograd._fwd_fake, lib=_library)
+torch.library.register_autograd(
+    "cute_attn::fwd_fp8", _gradients, setup_context=autograd._save, lib=_library
+)
