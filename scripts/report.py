@@ -74,7 +74,7 @@ def cells(found, names, data):
 def heading(found):
     """Where the figures come from: command, GPU, driver, versions, runs."""
     commands = dict.fromkeys(r["command"] for r in found)
-    gpus = dict.fromkeys(f"{r['gpu']}, driver {r['driver']}" for r in found)
+    gpus = dict.fromkeys(f"{r['gpu']}, driver {r['driver']}" if r["gpu"] else "CPU" for r in found)
     versions = {}
     for r in found:
         versions |= r["versions"]
@@ -169,6 +169,15 @@ def host(found):
     return "\n".join(lines) + "\n"
 
 
+def accuracy(found):
+    """Of several runs of a cell on a device the last."""
+    if not found:
+        return NOTHING
+    last = {(r["case"], r["device"]): r for r in sorted(found, key=lambda r: r["time"])}
+    here = list(last.values())
+    return "\n".join([*heading(here), "", *records.error_table(here)]) + "\n"
+
+
 STEPS = "TFLOP/s of forward and backward through autograd, the host's time included,"
 TABLES = {  # name -> the pass, and the table of its records
     "compact": ("fwd", compact),
@@ -183,6 +192,7 @@ TABLES = {  # name -> the pass, and the table of its records
     "bwd_gqa": ("bwd", lambda found: full(found, "gqa", "normal")),
     "bwd_extra": ("bwd", lambda found: full(found, "extra", "normal")),
     "bwd_tuning": ("bwd", lambda found: full(found, "tuning", "normal")),
+    "accuracy": ("accuracy", accuracy),
     "fwd_bwd": ("fwd_bwd", lambda found: full(found, "step", "normal", STEPS)),
 }
 

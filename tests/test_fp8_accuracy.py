@@ -16,10 +16,13 @@ from pathlib import Path
 import pytest
 import torch
 from fp8_oracle import attention, data, relative, rmse
+from helpers import script
 
 import cute_attn
 from cute_attn import reference
 from cute_attn.reference_fp8 import attention_fp8
+from cute_attn.tools import cases, records
+from cute_attn.tools.cases import Case
 
 WORSE = 1.05  # than the oracle, whose signs differ
 FA3_SIMULATED = {1024: 7.8e-3, 2048: 8.5e-3, 8192: 9.3e-3}  # head_dim 128, all in e4m3
@@ -130,11 +133,59 @@ def test_shifts_of_earlier_data_serve_as_well():
     assert given < 1.1 * measured and math.isfinite(given)
 
 
-def test_script_prints_its_table():
+def fp8_accuracy(*arguments):
     script = Path(__file__).resolve().parents[1] / "scripts" / "fp8_accuracy.py"
-    sizes = "--seqlen 256 300 --head-dim 64 --heads 1 --rows 64 --device cpu".split()
-    done = subprocess.run([sys.executable, str(script), *sizes], capture_output=True, text=True)
+    command = [sys.executable, str(script), "--device", "cpu", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_script_records_what_it_prints(tmp_path):
+    out = tmp_path / "r.jsonl"
+    sizes = "--seqlen 256 300 --head-dim 64 --heads 2 --rows 64 --out".split()
+    done = fp8_accuracy(*sizes, out)
     assert done.returncode == 0, done.stderr
-    rows = re.findall(r"^\| (256|300) \| .*", done.stdout, re.M)
-    bf16, hp, fp8, _ = map(float, done.stdout.splitlines()[-1].split("|")[3:7])
-    assert rows == ["256", "300"] and bf16 < hp < fp8
+    rows = [line.split(" | ") for line in done.stdout.splitlines() if re.match(r"\| \d+ \|", line)]
+    found = records.read([out])
+    assert [r[1] for r in rows] == ["256", "300"] and len(found) == 2
+    for row, record in zip(rows, found):
+        errors = record["rmse"]
+        shown = [float(cell.strip(" |")) for cell in row[4:]]
+        assert shown == [float(f"{e:.2e}") for e in errors.values()]
+        assert errors["bf16"] < errors["fp8_hp"] < errors["fp8"] < record["rms"]
+        assert record["pass"] == "accuracy" and record["device"] == "cpu"
+    case = Case(1, 2, 2, 256, 256, 64, 64)  # the same once more, by other ways
+    q, k, v = cases.make_inputs(case, "outliers", "cpu")
+    q = q[:, :64]
+    error = rmse(cute_attn.fwd(q, k, v, preset="fp8"), reference.attention(q, k, v)[0])
+    assert math.isclose(error, found[0]["rmse"]["fp8"], rel_tol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "message, arguments",
+    [
+        ("0 is not positive", ["--heads", 0]),
+        ("--head-dim 24: FP8 allows", ["--head-dim", 24]),
+        ("--device cuda: torch finds no GPU", ["--device", "cuda"]),
+    ],
+)
+def test_script_says_what_is_wrong(message, arguments):
+    if "cuda" in arguments and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    done = fp8_accuracy(*arguments)
+    assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
+
+
+def test_report_takes_the_last_run_of_each_device():
+    def record(day, device, **rmse):
+        problem = {"head_dim": 64, "seqlen_k": 256, "heads_q": 2}
+        where = {"device": device, "gpu": "NVIDIA H200" if device == "cuda" else None}
+        run = {"time": f"2026-01-0{day}T00:00:00Z", "run": f"{day}", "command": "x", "versions": {}}
+        base = {"case": "a", "pass": "accuracy", "driver": "1.2", "problem": problem, "rms": 0.1}
+        return base | where | run | {"rmse": rmse}
+
+    found = [record(2, "cpu", bf16=1e-4, fp8=2e-3), record(1, "cpu", bf16=0.5, fp8=0.5)]
+    text = script("report").table_of("accuracy", [*found, record(3, "cuda", bf16=3e-4)])
+    assert "CPU; NVIDIA H200, driver 1.2" in text and "0.5" not in text
+    assert "| 64 | 256 | 2 | 0.100 | 1.00e-04 | 2.00e-03 |\n" in text
+    assert "| 64 | 256 | 2 | 0.100 | 3.00e-04 | not built |\n" in text
+    assert script("report").table_of("accuracy", []) == script("report").NOTHING

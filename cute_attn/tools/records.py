@@ -139,6 +139,20 @@ def geometric_mean(values: Iterable[float]) -> float:
     return math.exp(sum(logs) / len(logs)) if logs else math.nan
 
 
+def error_table(found: Iterable[Record]) -> list[str]:
+    """Lines of a table of scripts/fp8_accuracy.py's records, a row each."""
+    found = list(found)
+    schemes = list(dict.fromkeys(scheme for r in found for scheme in r["rmse"]))
+    lines = ["| head_dim | seqlen | heads | rms of O | " + " | ".join(schemes) + " |"]
+    lines.append("|---" * (4 + len(schemes)) + "|")
+    for r in found:
+        p = r["problem"]
+        cells = (f"{r['rmse'][s]:.2e}" if s in r["rmse"] else "not built" for s in schemes)
+        sizes = f"{p['head_dim']} | {p['seqlen_k']} | {p['heads_q']} | {r['rms']:.3f}"
+        lines.append(f"| {sizes} | {' | '.join(cells)} |")
+    return lines
+
+
 def append(path: str | Path, records: Iterable[Record]) -> None:
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a", encoding="utf-8") as file:
