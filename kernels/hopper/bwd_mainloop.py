@@ -363,16 +363,17 @@ class Consumer:
             acc_dQ = self.gradients(now, written, tile, m)
             warpgroup.wait_group(1)  # all but dK
             self.pipes.do.consumer_release(now)
-            if i > 0:
-                self.add_dq(acc_dQ, tile, *self.block_before(tile, head, m))
-            warpgroup.wait_group(0)
-            self.pipes.q.consumer_release(now)
-            now.advance()
-            written.advance()
+            before = self.block_before(tile, head, m)
             m = m + 1
             if m == shape.m_blocks:
                 m = tile.m_begin
                 head = head + 1
+            written.advance()
+            if i > 0:  # after all that takes registers: those of dQ are not free for long
+                self.add_dq(acc_dQ, tile, *before)
+            warpgroup.wait_group(0)
+            self.pipes.q.consumer_release(now)
+            now.advance()
         self.pipes.v.consumer_release(keys)
         before = self.slot_before(written)
         self.pipes.ds.consumer_wait(before)
