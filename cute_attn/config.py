@@ -129,13 +129,13 @@ class BwdConfig:
     # A warpgroup may write dS two blocks past the one that the other still reads; more slots than
     # these where dK and dV, which leave through them, take more.
     ds_slots: int = 3
-    warpgroups: int = 2  # of 64 keys each; above 128 columns, of half the columns of 64 keys
+    warpgroups: int = 2  # of 64 keys each; above 128 columns, one for dV and one for dK of 64 keys
     deterministic: bool = False  # dq is added up in a fixed order
 
     def __post_init__(self) -> None:
         _check_types(self)
         # One stage or two slots would be overwritten while they are read; two warpgroups are what
-        # the kernels divide dQ, registers and the wide kernel's queries by.
+        # the kernels divide dQ, registers and the wide kernel's products by.
         _check_allowed(self, "stages", range(2, 9))
         _check_allowed(self, "ds_slots", range(3, 9))
         _check_allowed(self, "warpgroups", (2,))
@@ -183,9 +183,8 @@ class BwdConfig:
     def smem_bytes(self, problem: Problem, itemsize: int = 2) -> int:
         rows, wide = self.tile_m(problem), self.wide(problem)
         keys = 64 if wide else 64 * self.warpgroups
-        shared = (
-            2 * self.stages if wide else self.slots(problem) * self.warpgroups
-        )  # P and dS, or dS
+        # P in fp32 and dS, or dS alone
+        shared = 2 + self.stages if wide else self.slots(problem) * self.warpgroups
         columns = self.width(problem) + self.width_v(problem)
         tiles = (keys + self.stages * rows) * columns + shared * 64 * rows
         statistics = 4 * self.stages * self.statistics(problem)

@@ -83,28 +83,18 @@ class Layout:
         return self.warpgroups
 
     @property
-    def score_columns(self) -> int:
-        """Queries of a block whose scores a warpgroup computes."""
-        return self.tile_m
+    def ds_tiles(self) -> int:
+        """Tiles of (64 keys, tile_m) in a slot of dS, each from a warpgroup of its own."""
+        return self.key_tiles
 
     @property
     def shared_tiles(self) -> int:
-        """Tiles of (64 keys, tile_m) through which warpgroups pass operands to each other."""
-        return self.ds_slots * self.warpgroups
+        """Such tiles through which warpgroups pass numbers to each other."""
+        return self.ds_slots * self.ds_tiles
 
     @property
-    def column_parts(self) -> int:
-        """Into how many parts warpgroups may split columns whatever the swizzle is."""
-        return 1
-
-    @property
-    def ds_writers(self) -> int:
-        """Arrivals that tell that a slot of shared tiles is full."""
-        return self.warpgroups
-
-    @property
-    def ds_readers(self) -> int:
-        """Arrivals that hand a slot of shared tiles back; nobody waits for one here."""
+    def key_parts(self) -> int:
+        """Into how many parts warpgroups split columns of K whatever the swizzle is."""
         return 1
 
     @property
@@ -251,7 +241,7 @@ class BackwardSm90:
 
     def statistics_mma(self) -> cute.TiledMma:
         """In bf16, whose exponents are those of fp32, whatever the inputs are."""
-        K, shape = OperandMajorMode.K, (64, self.cfg.score_columns)
+        K, shape = OperandMajorMode.K, (64, self.cfg.tile_m)
         return hopper.make_trivial_tiled_mma(BFloat16, BFloat16, K, K, Float32, (1, 1, 1), shape)
 
     def operands(self, mQ, mK, mV, mdO, mdK, mdV) -> tuple[TmaOperand, ...]:
@@ -259,7 +249,7 @@ class BackwardSm90:
         get = cpasync.CopyBulkTensorTileG2SOp()
         return (
             self.operand(get, mQ, (cfg.tile_m, d), cfg.stages),
-            self.operand(get, mK, (64, d), cfg.key_tiles),
+            self.operand(get, mK, (64, d), cfg.key_tiles, cfg.key_parts),
             self.operand(get, mV, (64, dv), cfg.key_tiles),
             self.operand(get, mdO, (cfg.tile_m, dv), cfg.stages),
             *self.outputs(mdK, mdV),
@@ -273,8 +263,8 @@ class BackwardSm90:
         )
         return [self.operand(put, t, (64, 64), pieces) for t in (mdK, mdV)]
 
-    def operand(self, op, tensor, tile, stages) -> TmaOperand:
-        layout = tile_layout(self.dtype, tile, stages, columns=tile[1] // self.cfg.column_parts)
+    def operand(self, op, tensor, tile, stages, parts=1) -> TmaOperand:
+        layout = tile_layout(self.dtype, tile, stages, columns=tile[1] // parts)
         one_tile = cute.select(layout, mode=[0, 1])
         atom, coords = cpasync.make_tiled_tma_atom(op, tensor, one_tile, tile)
         return TmaOperand(atom, coords, layout)
@@ -292,18 +282,13 @@ class BackwardSm90:
             if warp == 0:
                 self.load(x, smem, pipes, shape, tile)
             elif warp == 3:
-                self.announce(smem, pipes, shape)
+                self.announce(smem, pipes, shape, tile)
             elif const_expr(self.cfg.deterministic):
                 self.keep_order(x, smem, pipes, shape, tile, warp - 1)
         else:
             cute.arch.setmaxregister_increase(REGISTERS[0])
-            wg = warp // 4 - 1
-            tidx = cute.arch.thread_idx()[0] - 128 - 128 * wg
-            f = self.main.make_fragments(self.cfg, mmas, smem, tidx, wg)
-            c = self.main.Consumer(
-                self.cfg, self.problem, x, smem, mmas, f, pipes, shape, scale_log2
-            )
-            self.consume(c, tile, softmax_scale)
+            c = self.main.Consumer(self.cfg, self.problem, x, smem, mmas, pipes, shape, scale_log2)
+            self.consume(c, warp // 4 - 1, tile, softmax_scale)
 
     def only_tile(self, shape: Shape):
         """None: a CTA draws tiles."""
@@ -313,7 +298,7 @@ class BackwardSm90:
         bwd_load.load(self.cfg, self.problem.causal, x, smem, pipes, shape)
 
     @cute.jit
-    def announce(self, smem: Smem, pipes, shape: Shape):
+    def announce(self, smem: Smem, pipes, shape: Shape, tile: None):
         bwd_mainloop.announce(self.cfg, smem, pipes, shape)
 
     @cute.jit
@@ -322,7 +307,8 @@ class BackwardSm90:
         bwd_turns.keep_order(self.cfg, causal, x, smem, tickets, shape, wg)
 
     @cute.jit
-    def consume(self, c, tile: None, softmax_scale: Float32):
+    def consume(self, c, wg: Int32, tile: None, softmax_scale: Float32):
+        c = c.of_warpgroup(wg)
         at = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
         rings = c.first_slots()
         c.fill_operands()
@@ -377,7 +363,7 @@ class Pipelines:
     v: pipeline.PipelineTmaAsync
     q: pipeline.PipelineTmaAsync
     do: pipeline.PipelineTmaAsync
-    ds: pipeline.PipelineAsync  # ds_writers arrivals
+    ds: pipeline.PipelineAsync  # only its full barriers: nobody waits for a free slot
     tickets: pipeline.PipelineAsync | None
 
 
@@ -418,7 +404,7 @@ def make_pipelines(cfg: Layout, dtype, storage, x: Inputs) -> Pipelines:
         ring(storage.v_full, 1, cfg.key_tiles * size(x.v.layout)),
         ring(storage.q_full, cfg.stages, size(x.q.layout) + 4 * cfg.statistics),
         ring(storage.do_full, cfg.stages, size(x.do.layout)),
-        handshake(storage.ds_full, cfg.ds_slots, cfg.ds_writers, cfg.ds_readers),
+        handshake(storage.ds_full, cfg.ds_slots, cfg.ds_tiles, 1),
         tickets,
     )
     cute.arch.mbarrier_init_fence()

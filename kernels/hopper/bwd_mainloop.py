@@ -13,7 +13,7 @@ Scores are computed transposed, so that P and dS are operands of dV and dK where
 registers; dQ alone needs dS of both warpgroups, through shared memory.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import cutlass
@@ -131,13 +131,18 @@ def announce(cfg, smem: Smem, pipes, shape: Shape):
     while tile.n_block >= 0:
         for _ in cutlass.range(blocks_of(shape, tile), unroll=1):
             for wg in cutlass.range_constexpr(cfg.warpgroups):
-                cute.arch.barrier(barrier_id=WRITTEN_BARRIER + wg, number_of_threads=128 + 32)
-                cute.arch.fence_view_async_shared()
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive(pipes.ds.sync_object_full.get_barrier(state.index))
+                announce_one(pipes, wg, state)
             state.advance()
         at.advance()
         tile = bwd_tickets.receive(smem, pipes.tickets, at)
+
+
+@cute.jit
+def announce_one(pipes, wg: cutlass.Constexpr[int], state):
+    cute.arch.barrier(barrier_id=WRITTEN_BARRIER + wg, number_of_threads=128 + 32)
+    cute.arch.fence_view_async_shared()
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive(pipes.ds.sync_object_full.get_barrier(state.index))
 
 
 def blocks_of(shape: Shape, tile: Tile) -> Int32:
@@ -159,14 +164,18 @@ class Consumer:
     x: Inputs
     smem: Smem
     mmas: Mmas
-    f: Fragments
     pipes: object
     shape: Shape
     scale_log2: Float32
+    f: Fragments | None = None
+
+    def of_warpgroup(self, wg: Int32):
+        tidx = cute.arch.thread_idx()[0] - 128 - 128 * wg
+        return replace(self, f=make_fragments(self.cfg, self.mmas, self.smem, tidx, wg))
 
     @cute.jit
     def scores(self) -> cute.Tensor:
-        shape = self.mmas.scores.partition_shape_C((64, self.cfg.score_columns))
+        shape = self.mmas.scores.partition_shape_C((64, self.cfg.tile_m))
         return cute.make_rmem_tensor(shape, Float32)
 
     def first_key(self, tile: Tile):
@@ -229,8 +238,8 @@ class Consumer:
 
     @cute.jit
     def issue_dq(self, acc_dQ: cute.Tensor, slot: Int32):
-        for w in cutlass.range_constexpr(self.cfg.warpgroups):
-            dS = self.f.rdS[None, None, None, slot * self.cfg.warpgroups + w]
+        for w in cutlass.range_constexpr(self.cfg.ds_tiles):
+            dS = self.f.rdS[None, None, None, slot * self.cfg.ds_tiles + w]
             Kt = self.f.rKt[None, None, None, w]
             gemm(self.mmas.dq, acc_dQ, dS, Kt, 64 // STEP, zero=w == 0)
 

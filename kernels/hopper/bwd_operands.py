@@ -13,7 +13,7 @@ class Mmas(NamedTuple):
     dv: cute.TiledMma  # dV += P^T dO, P in registers
     dk: cute.TiledMma  # dK += dS^T Q, dS in registers
     dq: cute.TiledMma  # dQ = dS K, both from shared memory
-    statistics: cute.TiledMma  # ones times statistics, from which S and dP start; bf16
+    statistics: cute.TiledMma | None  # ones times statistics, from which S and dP start; bf16
 
 
 class Inputs(NamedTuple):
@@ -23,7 +23,7 @@ class Inputs(NamedTuple):
     do: TmaOperand
     dk: TmaOperand
     dv: TmaOperand
-    ds: cute.ComposedLayout  # shared memory, (64 keys, tile_m, slots)
+    ds: cute.ComposedLayout  # shared memory, (64 keys, tile_m, shared_tiles)
     statistics: cute.Tensor  # (block_words, block, head, batch)
     dq: cute.Tensor  # (tile_m * head_dim, block, head, batch) fp32, in accumulators' order
 
@@ -33,7 +33,7 @@ class Smem(NamedTuple):
     k: cute.Tensor  # (64, head_dim, warpgroups)
     v: cute.Tensor  # (64, head_dim_v, warpgroups)
     do: cute.Tensor  # (tile_m, head_dim_v, stages)
-    ds: cute.Tensor  # (64, tile_m, ds_slots * warpgroups)
+    ds: cute.Tensor  # (64, tile_m, shared_tiles): ds_tiles a slot, then P, if passed on
     statistics: cute.Tensor  # (tile_m, STEP, stages) bf16, an operand, or (tile_m, 2, stages) fp32
     ones: cute.Tensor  # (64, STEP, 2) bf16, the other operand
     tickets: cute.Tensor  # (4,) a tile's coordinates, from the loader to everybody else

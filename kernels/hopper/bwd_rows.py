@@ -8,6 +8,7 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, const_expr
 
 from cute_attn.config import TURN_WORDS
+from cute_attn.kernels.hopper.fwd import LOG2_E
 
 PARTS = 3  # bf16 numbers that hold the 24 bits of a fp32 one
 FAR = 2.0**120
@@ -45,8 +46,9 @@ class Rows(NamedTuple):
 
 @cute.kernel
 def row_statistics(cfg: cutlass.Constexpr, o, do, lse, dlse, words, dq, scale):
-    """For tile_m rows of one head, what S and dP start from: -LSE / scale, so far off that P is 0
-    where the row sees no key or does not exist; -delta = dLSE - rowsum(dO * O) (FlashAttention-2,
+    """For tile_m rows of one head, what S and dP start from: -LSE / scale, or what is added to
+    scaled S instead, -LSE in bits, so far off that P is 0 where the row sees no key or does not
+    exist; -delta = dLSE - rowsum(dO * O) (FlashAttention-2,
     algorithm 2, line 4); dQ's accumulator = 0, and so are the counters of bwd_turns.py
     and bwd_tickets.py.
 
@@ -108,7 +110,8 @@ def statistics(cfg, x: Rows, cta: Int32, zeros: cute.Tensor, scale: Float32):
         of_row, mine = Float32.inf, Float32(0.0)
     if lane < n:
         block, row = my_row // cfg.tile_m, my_row % cfg.tile_m
-        store_statistics(cfg, x.words[None, block], row, -of_row / scale, mine)
+        of_S = -of_row / scale if const_expr(cfg.folded) else -of_row * LOG2_E
+        store_statistics(cfg, x.words[None, block], row, of_S, mine)
 
 
 @cute.jit

@@ -1,17 +1,16 @@
 """Hopper backward attention for head dims above 128: a CTA per block of 64 keys and KV head, one
-producer warp, two consumer warpgroups that share the queries of a block while they compute scores,
-and the columns of dQ, dK and dV.
+producer warp, one that announces dS, two consumer warpgroups: one for P and dV, one for dS and dK,
+and half the columns of dQ each.
 
 Row statistics, loads and dQ's last step are those of bwd.py.
 """
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32, pipeline
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync
-from cutlass.utils import hopper_helpers as hopper
+from cutlass.cute.nvgpu import cpasync
 
 from cute_attn.kernels.hopper import bwd, bwd_load, bwd_tickets, bwd_turns, bwd_wide_mainloop
-from cute_attn.kernels.hopper.bwd_operands import Inputs, Mmas, Shape, Smem, Tile
+from cute_attn.kernels.hopper.bwd_operands import Inputs, Shape, Smem, Tile
 from cute_attn.kernels.hopper.operands import TmaOperand
 
 
@@ -38,23 +37,11 @@ class Layout(bwd.Layout):
         return 1
 
     @property
-    def score_columns(self) -> int:
-        return self.tile_m // self.warpgroups
-
-    @property
     def shared_tiles(self) -> int:
-        return 2 * self.ds_slots  # P and dS
+        return self.ds_slots + 2  # P in fp32
 
     @property
-    def ds_writers(self) -> int:
-        return 128 * self.warpgroups
-
-    @property
-    def ds_readers(self) -> int:
-        return 4 * self.warpgroups  # warps
-
-    @property
-    def column_parts(self) -> int:
+    def key_parts(self) -> int:
         return self.warpgroups  # a part of 96 columns must not begin within a swizzled row
 
     @property
@@ -64,10 +51,6 @@ class Layout(bwd.Layout):
     @property
     def dq_width(self) -> int:
         return self.width // self.warpgroups
-
-    @property
-    def dv_width(self) -> int:
-        return self.width_v // self.warpgroups
 
 
 class BackwardWideSm90(bwd.BackwardSm90):
@@ -83,8 +66,9 @@ class BackwardWideSm90(bwd.BackwardSm90):
     def load(self, x: Inputs, smem: Smem, pipes, shape: Shape, tile: Tile):
         bwd_load.load_one(self.cfg, x, smem, pipes, shape, tile)
 
-    def announce(self, smem, pipes, shape):
-        """Warpgroups themselves do: the other waits for it."""
+    @cute.jit
+    def announce(self, smem: Smem, pipes, shape: Shape, tile: Tile):
+        bwd_wide_mainloop.announce(self.cfg, pipes, shape, tile)
 
     @cute.jit
     def keep_order(self, x: Inputs, smem: Smem, pipes, shape: Shape, tile: Tile, wg: Int32):
@@ -92,27 +76,28 @@ class BackwardWideSm90(bwd.BackwardSm90):
         bwd_turns.keep_order_of(self.cfg, self.problem.causal, x, shape, tile, wg)
 
     @cute.jit
-    def consume(self, c, tile: Tile, softmax_scale: Float32):
+    def consume(self, c, wg: Int32, tile: Tile, softmax_scale: Float32):
+        cute.arch.griddepcontrol_wait()  # dQ's zeros
+        if wg == bwd_wide_mainloop.OF_P:
+            self.consume_one(c.of_warpgroup(bwd_wide_mainloop.OF_P), tile, softmax_scale)
+        else:
+            self.consume_one(c.of_warpgroup(bwd_wide_mainloop.OF_DS), tile, softmax_scale)
+
+    @cute.jit
+    def consume_one(self, c, tile: Tile, softmax_scale: Float32):
         once = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
         c.pipes.k.consumer_wait(once)
         c.pipes.v.consumer_wait(once)
-        cute.arch.griddepcontrol_wait()  # dQ's zeros
         c.tile(tile)
         c.finish(tile, softmax_scale)
 
     def outputs(self, mdK, mdV) -> list[TmaOperand]:
+        """In the layouts of K and V, whose memory they leave through."""
         cfg, put = self.cfg, cpasync.CopyBulkTensorTileS2GOp()
-        widths = (mdK, cfg.width), (mdV, cfg.width_v)
-        return [self.operand(put, t, (64, width), cfg.key_tiles) for t, width in widths]
+        return [
+            self.operand(put, mdK, (64, cfg.width), cfg.key_tiles, cfg.key_parts),
+            self.operand(put, mdV, (64, cfg.width_v), cfg.key_tiles),
+        ]
 
-    def mmas(self) -> Mmas:
-        cfg, dtype = self.cfg, self.dtype
-        K, MN = OperandMajorMode.K, OperandMajorMode.MN
-        make, one = hopper.make_trivial_tiled_mma, (1, 1, 1)
-        return Mmas(
-            make(dtype, dtype, K, K, Float32, one, (64, cfg.score_columns)),
-            make(dtype, dtype, K, MN, Float32, one, (64, cfg.dv_width)),
-            make(dtype, dtype, K, MN, Float32, one, (64, cfg.dq_width)),
-            make(dtype, dtype, MN, MN, Float32, one, (64, cfg.dq_width)),
-            None,
-        )
+    def statistics_mma(self) -> None:
+        """They are added in registers."""

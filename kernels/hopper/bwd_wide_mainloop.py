@@ -1,12 +1,16 @@
-"""A consumer warpgroup of the backward for head dims above 128: half the queries of every block,
-then half the columns of every gradient.
+"""A consumer warpgroup of the backward for head dims above 128: all keys and queries of every
+block, and of each pair of products one.
 
-    S^T  = K Q_i^T,  dP^T = V dO_i^T      64 keys, 32 queries
-    P^T, dS^T                             through shared memory to the other warpgroup
-    dV  += P^T dO_i,  dK += dS^T Q_i,  dQ_i = dS K      64 keys or queries, half the columns
+    warpgroup 0                         warpgroup 1
+    S^T  = K Q_i^T                      dP^T = V dO_i^T
+    P^T  = exp(S^T - LSE_i)       P ->  dS^T = P^T * (dP^T - delta_i)
+    dV  += P^T dO_i                     dK  += dS^T Q_i
+    dQ_(i-1) += dS_(i-1) K        <- dS the same, of the other half of the columns
 
-dK and dV of 64 keys and 256 columns take all registers of one warpgroup; halves leave room for
-dQ, and for scores of the next block beside gradients of this one.
+P^T and dS^T are operands where they are, in registers. P goes from thread to thread, since both
+accumulators have one layout; dS goes to dQ's products of both. With 64 x 64 scores a product's
+operands keep the pipe of shared memory as busy as the tensor cores, and with one operand in
+registers half as busy; and one warpgroup's products run while the other is between two of its own.
 """
 
 from typing import NamedTuple
@@ -18,68 +22,61 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from cute_attn.kernels.common.layout import acc_as_rows
 from cute_attn.kernels.hopper import bwd_mainloop
-from cute_attn.kernels.hopper.bwd_mainloop import (
-    KEYS_BARRIER,
-    OUTPUT_BARRIER,
-    rounded,
-    transposed,
-)
-from cute_attn.kernels.hopper.bwd_operands import Mmas, Smem, Tile
+from cute_attn.kernels.hopper.bwd_mainloop import KEYS_BARRIER, OUTPUT_BARRIER, transposed
+from cute_attn.kernels.hopper.bwd_operands import Mmas, Shape, Smem, Tile
 from cute_attn.kernels.hopper.gemm import STEP, gemm
 from cute_attn.kernels.hopper.operands import TmaOperand
+
+WEIGHTS_BARRIER = 10  # P of a block is in shared memory
+OF_P, OF_DS = 0, 1  # warpgroups
 
 
 class Fragments(NamedTuple):
     rK: cute.Tensor  # descriptors (MMA, 1, head_dim/16)
     rV: cute.Tensor
-    rQ: cute.Tensor  # descriptors (MMA, 1, head_dim/16, stages), this warpgroup's queries
+    rQ: cute.Tensor  # descriptors (MMA, 1, head_dim/16, stages)
     rdO: cute.Tensor
-    rQt: cute.Tensor  # descriptors (MMA, 1, tile_m/16, stages), its columns of Q, transposed
+    rQt: cute.Tensor  # descriptors (MMA, 1, tile_m/16, stages), Q^T
     rdOt: cute.Tensor
-    rPt: cute.Tensor  # descriptors (MMA, 1, tile_m/16, shared_tiles), P^T and dS^T
     rdS: cute.Tensor  # descriptors (MMA, 1, 64/16, shared_tiles), dS
-    rKt: cute.Tensor  # descriptors (MMA, 1, 64/16), its columns of K, transposed
-    acc_dK: cute.Tensor
-    acc_dV: cute.Tensor
-    acc_dQ: cute.Tensor
+    rKt: cute.Tensor  # descriptors (MMA, 1, 64/16, 1), its columns of K, transposed
+    acc_dK: cute.Tensor  # one warpgroup's
+    acc_dV: cute.Tensor  # the other's
     cS: cute.Tensor  # (key, query) of every score this thread owns
     tidx: Int32  # within the warpgroup
-    wg: Int32
+    wg: int
 
 
 @cute.jit
-def part_of(sX: cute.Tensor, rows: cutlass.Constexpr[int], wg: Int32):
-    """A warpgroup's share of the first mode."""
-    return cute.local_tile(sX, (rows, sX.shape[1], sX.shape[2]), (wg, 0, 0))
-
-
-@cute.jit
-def make_fragments(cfg, mmas: Mmas, smem: Smem, tidx, wg) -> Fragments:
+def make_fragments(cfg, mmas: Mmas, smem: Smem, tidx, wg: cutlass.Constexpr[int]) -> Fragments:
     scores, dv, dk, dq = [mma.get_slice(0) for mma in mmas[:4]]
-    sQ, sdO = [part_of(t, cfg.score_columns, wg) for t in (smem.q, smem.do)]
-    sQt, sKt = [part_of(transposed(t), cfg.dq_width, wg) for t in (smem.q, smem.k)]
-    sdOt = part_of(transposed(smem.do), cfg.dv_width, wg)
-    cS = cute.local_tile(
-        cute.make_identity_tensor((64, cfg.tile_m)), (64, cfg.score_columns), (0, wg)
-    )
+    sKt = cute.local_tile(transposed(smem.k), (cfg.dq_width, 64, 1), (wg, 0, 0))
     make = cute.make_rmem_tensor
     return Fragments(
         scores.make_fragment_A(scores.partition_A(smem.k))[None, None, None, 0],
         scores.make_fragment_A(scores.partition_A(smem.v))[None, None, None, 0],
-        scores.make_fragment_B(scores.partition_B(sQ)),
-        scores.make_fragment_B(scores.partition_B(sdO)),
-        dk.make_fragment_B(dk.partition_B(sQt)),
-        dv.make_fragment_B(dv.partition_B(sdOt)),
-        dk.make_fragment_A(dk.partition_A(smem.ds)),
+        scores.make_fragment_B(scores.partition_B(smem.q)),
+        scores.make_fragment_B(scores.partition_B(smem.do)),
+        dk.make_fragment_B(dk.partition_B(transposed(smem.q))),
+        dv.make_fragment_B(dv.partition_B(transposed(smem.do))),
         dq.make_fragment_A(dq.partition_A(transposed(smem.ds))),
-        dq.make_fragment_B(dq.partition_B(sKt))[None, None, None, 0],
-        make(mmas.dk.partition_shape_C((64, cfg.dq_width)), Float32),
-        make(mmas.dv.partition_shape_C((64, cfg.dv_width)), Float32),
-        make(mmas.dq.partition_shape_C((64, cfg.dq_width)), Float32),
-        mmas.scores.get_slice(tidx).partition_C(cS),
+        dq.make_fragment_B(dq.partition_B(sKt)),
+        make(mmas.dk.partition_shape_C((64, cfg.width)), Float32),
+        make(mmas.dv.partition_shape_C((64, cfg.width_v)), Float32),
+        mmas.scores.get_slice(tidx).partition_C(cute.make_identity_tensor((64, cfg.tile_m))),
         tidx,
         wg,
     )
+
+
+@cute.jit
+def announce(cfg, pipes, shape: Shape, tile: Tile):
+    """As bwd_mainloop.announce, of one tile and one warpgroup. That is not two blocks ahead here
+    either: its dS takes P, which the other writes after it has seen dS of the block before."""
+    state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, cfg.ds_slots)
+    for _ in cutlass.range(bwd_mainloop.blocks_of(shape, tile), unroll=1):
+        bwd_mainloop.announce_one(pipes, OF_DS, state)
+        state.advance()
 
 
 @cute.jit
@@ -97,110 +94,31 @@ def columns(row: cute.Tensor, coords: cute.Tensor, n: cutlass.Constexpr[int]):
 
 
 class Consumer(bwd_mainloop.Consumer):
-    @cute.jit
-    def columns_of(self, which: cutlass.Constexpr[int], slot: Int32):
-        """A statistic of this thread's queries."""
-        rows = self.smem.statistics[None, which, slot]
-        return columns(rows, self.f.cS, self.cfg.score_columns)
+    """What both warpgroups do; the rest is in Weights and Gradients."""
 
-    @cute.jit
-    def differentiate(self, acc_P: cute.Tensor, acc_dP: cute.Tensor, delta: cute.Tensor):
-        """dS = P * (dP - delta), in dP's place."""
-        for i in cutlass.range_constexpr(cute.size(acc_P)):
-            acc_dP[i] = acc_P[i] * (acc_dP[i] + delta[i // 4 * 2 + i % 2])
+    def of_warpgroup(self, wg: int):
+        tidx = cute.arch.thread_idx()[0] - 128 - 128 * wg
+        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        fields["f"] = make_fragments(self.cfg, self.mmas, self.smem, tidx, wg)
+        return (Weights, Gradients)[wg](**fields)
 
     def first_key(self, tile: Tile):
         return tile.n_block * self.cfg.tile_n
 
     @cute.jit
-    def weigh(self, acc_S: cute.Tensor, slot: Int32):
-        """P = exp(S - LSE)."""
-        start = self.columns_of(0, slot)
-        for i in cutlass.range_constexpr(cute.size(acc_S)):
-            shifted = acc_S[i] + start[i // 4 * 2 + i % 2]
-            acc_S[i] = cute.math.exp2(shifted * self.scale_log2, fastmath=True)
+    def columns_of(self, which: cutlass.Constexpr[int], slot: Int32):
+        """A statistic of this thread's queries."""
+        rows = self.smem.statistics[None, which, slot]
+        return columns(rows, self.f.cS, self.cfg.tile_m)
 
-    @cute.jit
-    def issue_scores(self, acc_S: cute.Tensor, at):
-        """Columns past head_dim are 0 and may be left out, here and in dP."""
-        self.pipes.q.consumer_wait(at)
-        Q = self.f.rQ[None, None, None, at.index]
-        gemm(self.mmas.scores, acc_S, self.f.rK, Q, self.problem.tile_dim // STEP, zero=True)
-
-    @cute.jit
-    def issue_dp(self, acc_dP: cute.Tensor, at):
-        self.pipes.do.consumer_wait(at)
-        dO = self.f.rdO[None, None, None, at.index]
-        gemm(self.mmas.scores, acc_dP, self.f.rV, dO, self.problem.tile_dim_v // STEP, zero=True)
-
-    @cute.jit
-    def issue_dv(self, at):
-        Pt = self.f.rPt[None, None, None, 2 * at.index]
-        dOt = self.f.rdOt[None, None, None, at.index]
-        gemm(self.mmas.dv, self.f.acc_dV, Pt, dOt, self.cfg.tile_m // STEP, zero=False)
-
-    @cute.jit
-    def issue_dk(self, at):
-        dSt = self.f.rPt[None, None, None, 2 * at.index + 1]
-        Qt = self.f.rQt[None, None, None, at.index]
-        gemm(self.mmas.dk, self.f.acc_dK, dSt, Qt, self.cfg.tile_m // STEP, zero=False)
-
-    @cute.jit
-    def issue_dq(self, at):
-        dS = self.f.rdS[None, None, None, 2 * at.index + 1]
-        gemm(self.mmas.dq, self.f.acc_dQ, dS, self.f.rKt, 64 // STEP, zero=True)
-
-    @cute.jit
-    def share(self, acc: cute.Tensor, slot: Int32):
-        """This warpgroup's queries of P or dS to shared memory."""
-        sX = cute.local_tile(
-            self.smem.ds[None, None, slot], (64, self.cfg.score_columns), (0, self.f.wg)
+    def weights(self) -> cute.Tensor:
+        """This thread's in shared memory, (4, 8): it is thread to thread, in vectors, those of a
+        warp next to each other."""
+        first = self.smem.ds[None, None, self.cfg.ds_slots].iterator.toint() + 16 * self.f.tidx
+        pointer = cute.make_ptr(Float32, first, cute.AddressSpace.smem, assumed_align=16)
+        return cute.make_tensor(
+            pointer, cute.make_layout((4, self.cfg.tile_m // 8), stride=(1, 4 * 128))
         )
-        self.put(rounded(acc, sX.element_type), self.mmas.scores, sX)
-
-    @cute.jit
-    def hand_over(self, slot):
-        cute.arch.fence_view_async_shared()
-        cute.arch.mbarrier_arrive(self.pipes.ds.sync_object_full.get_barrier(slot))
-
-    @cute.jit
-    def wait_until_read(self, at):
-        """A slot is written again two blocks later, when nothing else orders this warpgroup after
-        the other's last product that reads it, dQ: the other has written the block between, but
-        perhaps gone no further."""
-        empty = self.pipes.ds.sync_object_empty.get_barrier(at.index)
-        cute.arch.mbarrier_wait(empty, at.phase ^ 1)
-
-    @cute.jit
-    def has_read(self, slot: Int32):
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(self.pipes.ds.sync_object_empty.get_barrier(slot))
-
-    @cute.jit
-    def share_weights(self, acc_S: cute.Tensor, at, tile: Tile, m: Int32):
-        """P, which stays in S's place too."""
-        self.weigh(acc_S, at.index)
-        if self.masked(tile, m):
-            self.mask(acc_S, tile, m)
-        self.wait_until_read(at)
-        self.share(acc_S, 2 * at.index)
-
-    @cute.jit
-    def share_gradients(self, acc_P: cute.Tensor, acc_dP: cute.Tensor, at):
-        self.differentiate(acc_P, acc_dP, self.columns_of(1, at.index))
-        self.share(acc_dP, 2 * at.index + 1)
-        self.hand_over(at.index)
-
-    @cute.jit
-    def first(self, at, tile: Tile):
-        """P and dS of the first block."""
-        acc_S, acc_dP = self.scores(), self.scores()
-        self.issue_scores(acc_S, at)
-        self.issue_dp(acc_dP, at)
-        warpgroup.wait_group(1)
-        self.share_weights(acc_S, at, tile, tile.m_begin)
-        warpgroup.wait_group(0)
-        self.share_gradients(acc_S, acc_dP, at)
 
     @cute.jit
     def following(self, tile: Tile, head: Int32, m: Int32):
@@ -213,68 +131,43 @@ class Consumer(bwd_mainloop.Consumer):
 
     @cute.jit
     def tile(self, tile: Tile):
-        """Scores run a block ahead, so that products of one block run beside the weights of the
-        next.
-
-        Products end in the order of their issue. dK is the first and dV follows the scores of the
-        next block: its ring slot of Q is free early, and the load of two blocks ahead has the time
-        of dV, dQ and the next dK."""
+        """Products of a block run while the other warpgroup weighs: that one needs P, which is
+        ready when this one's begin. dQ lags a block, so that its operand is there, and goes ahead
+        of the gradient, beside which it is added up: the next scores take its registers."""
         f, cfg, shape = self.f, self.cfg, self.shape
-        f.acc_dK.fill(0.0)
-        f.acc_dV.fill(0.0)
-        f.acc_dQ.fill(0.0)
         now = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, cfg.stages)
         ahead = now.clone()
         ahead.advance()
-        self.first(now, tile)
-        self.pipes.ds.consumer_wait(now)
-        self.issue_dk(now)
+        self.clear()
         head, m = tile.kv_head * shape.q_per_kv, tile.m_begin
-        head_before, m_before = head, m
-        blocks = shape.q_per_kv * (shape.m_blocks - tile.m_begin)
+        acc = self.scores()
+        operand = cute.make_rmem_tensor_like(acc, self.smem.q.element_type)  # P or dS
+        self.issue_scores(acc, now)
+        self.weigh(acc, operand, self.slot_before(now), now, tile, m)
+        blocks = bwd_mainloop.blocks_of(shape, tile)
         for i in cutlass.range(blocks - 1, unroll=1):
-            next_head, next_m = self.following(tile, head, m)
-            acc_S = self.scores()
-            self.issue_scores(acc_S, ahead)
-            self.add_before(i, tile, head_before, m_before)
-            self.step(acc_S, now, ahead, tile, next_m)
-            head_before, m_before = head, m
-            head, m = next_head, next_m
+            acc_dQ = self.dq_of(self.slot_before(now))
+            self.issue_gradient(operand, now)
+            warpgroup.wait_group(1)  # dQ
+            if i > 0:
+                self.add_dq(acc_dQ, tile, *self.block_before(tile, head, m))
+            acc = self.scores()
+            self.issue_scores(acc, ahead)
+            warpgroup.wait_group(1)  # the gradient
+            self.release(now)
+            head, m = self.following(tile, head, m)
+            self.weigh(acc, operand, now, ahead, tile, m)
             now.advance()
             ahead.advance()
-        self.issue_dv(now)
-        self.add_before(blocks - 1, tile, head_before, m_before)
-        self.issue_dq(now)
-        warpgroup.wait_group(0)
-        self.add_dq(f.acc_dQ, tile, head, m)
-
-    @cute.jit
-    def add_before(self, i: Int32, tile: Tile, head: Int32, m: Int32):
-        """dQ of the block before, if there was one."""
-        if i > 0:
-            self.add_dq(self.f.acc_dQ, tile, head, m)
-
-    @cute.jit
-    def step(self, acc_S: cute.Tensor, now, ahead, tile: Tile, m: Int32):
-        """P and dS of block `ahead`, which is m, and its dK on the way; dV and dQ of block `now`,
-        whose dK is on its way."""
-        acc_dP = self.scores()
-        self.issue_dp(acc_dP, ahead)
-        self.issue_dv(now)
-        warpgroup.wait_group(2)  # dK and S
-        self.pipes.q.consumer_release(now)
-        self.share_weights(acc_S, ahead, tile, m)
-        warpgroup.wait_group(1)  # dP
-        self.share_gradients(acc_S, acc_dP, ahead)
-        self.issue_dq(now)
-        warpgroup.wait_group(1)  # dV
-        self.pipes.do.consumer_release(now)
-        self.pipes.ds.consumer_wait(ahead)
-        self.issue_dk(ahead)
-        # Only an accumulator that the loop does not read may be ahead of its next turn: of others
-        # the assembler does not see that they are waited for, and takes products one at a time.
+        acc_dQ = self.dq_of(self.slot_before(now))
+        self.issue_gradient(operand, now)
         warpgroup.wait_group(1)  # dQ
-        self.has_read(now.index)
+        if blocks > 1:
+            self.add_dq(acc_dQ, tile, *self.block_before(tile, head, m))
+        self.pipes.ds.consumer_wait(now)
+        acc_dQ = self.dq_of(now)
+        warpgroup.wait_group(0)
+        self.add_dq(acc_dQ, tile, head, m)
 
     @cute.jit
     def send(self, op: TmaOperand, sX: cute.Tensor, width: cutlass.Constexpr, tile: Tile):
@@ -288,20 +181,114 @@ class Consumer(bwd_mainloop.Consumer):
         cute.copy(op.atom, s[None, 0], g[None, tile.n_block])
 
     @cute.jit
-    def finish(self, tile: Tile, scale: Float32):
-        """dK and dV leave where K and V were."""
-        cfg, f, threads = self.cfg, self.f, 128 * self.cfg.warpgroups
-        sK = cute.local_tile(self.smem.k[None, None, 0], (64, cfg.dq_width), (0, f.wg))
-        sV = cute.local_tile(self.smem.v[None, None, 0], (64, cfg.dv_width), (0, f.wg))
+    def leave(self, op, acc, mma, sX, width: cutlass.Constexpr, scale: Float32, tile: Tile):
+        """dK or dV leaves where K or V was."""
+        threads = 128 * self.cfg.warpgroups
         cute.arch.barrier(barrier_id=KEYS_BARRIER, number_of_threads=threads)
-        self.store(f.acc_dK, self.mmas.dk, sK, scale)
-        self.store(f.acc_dV, self.mmas.dv, sV, Float32(1.0))
+        self.store(acc, mma, sX[None, None, 0], scale)
         cute.arch.fence_view_async_shared()
-        cute.arch.barrier(barrier_id=OUTPUT_BARRIER, number_of_threads=threads)
-        if f.tidx < 32:
-            if f.wg == 0:
-                self.send(self.x.dk, self.smem.k, cfg.width, tile)
-            else:
-                self.send(self.x.dv, self.smem.v, cfg.width_v, tile)
+        cute.arch.barrier(barrier_id=OUTPUT_BARRIER + self.f.wg, number_of_threads=128)
+        if self.first_warp():
+            self.send(op, sX, width, tile)
             cute.arch.cp_async_bulk_commit_group()
-            cute.arch.cp_async_bulk_wait_group(0, read=False)
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+
+class Weights(Consumer):
+    """Warpgroup 0: S, P, dV."""
+
+    def clear(self):
+        self.f.acc_dV.fill(0.0)
+
+    @cute.jit
+    def issue_scores(self, acc_S: cute.Tensor, at):
+        """Columns past head_dim are 0 and may be left out, here and in dP."""
+        self.pipes.q.consumer_wait(at)
+        Q = self.f.rQ[None, None, None, at.index]
+        gemm(self.mmas.scores, acc_S, self.f.rK, Q, self.problem.tile_dim // STEP, zero=True)
+
+    def issue_gradient(self, rP: cute.Tensor, at):
+        self.pipes.do.consumer_wait(at)
+        self.issue_dv(rP, at)
+
+    def release(self, at):
+        self.pipes.do.consumer_release(at)
+
+    @cute.jit
+    def weigh(self, acc_S: cute.Tensor, rP: cute.Tensor, before, at, tile: Tile, m: Int32):
+        """P = exp(S - LSE), to the other warpgroup too. That has read P of the block before when
+        its dS of it is there."""
+        start = self.columns_of(0, at.index)
+        warpgroup.wait_group(0)
+        for i in cutlass.range_constexpr(cute.size(acc_S)):
+            bits = acc_S[i] * self.scale_log2 + start[i // 4 * 2 + i % 2]
+            acc_S[i] = cute.math.exp2(bits, fastmath=True)
+        self.pipes.q.consumer_release(at)
+        if self.masked(tile, m):
+            self.mask(acc_S, tile, m)
+        self.pipes.ds.consumer_wait(before)
+        self.share_weights(acc_S)
+        rP.store(acc_S.load().to(rP.element_type))
+
+    @cute.jit
+    def share_weights(self, acc_P: cute.Tensor):
+        to = self.weights()
+        for i in cutlass.range_constexpr(self.cfg.tile_m // 8):
+            vector = cute.make_tensor(acc_P.iterator + 4 * i, cute.make_layout(4))
+            cute.autovec_copy(vector, to[None, i])
+        threads = 128 * self.cfg.warpgroups
+        cute.arch.barrier_arrive(barrier_id=WEIGHTS_BARRIER, number_of_threads=threads)
+
+    def finish(self, tile: Tile, scale: Float32):
+        x, smem, width = self.x, self.smem, self.cfg.width_v
+        self.leave(x.dv, self.f.acc_dV, self.mmas.dv, smem.v, width, Float32(1.0), tile)
+
+
+class Gradients(Consumer):
+    """Warpgroup 1: dP, dS, dK."""
+
+    def clear(self):
+        self.f.acc_dK.fill(0.0)
+
+    @cute.jit
+    def issue_scores(self, acc_dP: cute.Tensor, at):
+        self.pipes.do.consumer_wait(at)
+        dO = self.f.rdO[None, None, None, at.index]
+        gemm(self.mmas.scores, acc_dP, self.f.rV, dO, self.problem.tile_dim_v // STEP, zero=True)
+
+    @cute.jit
+    def issue_gradient(self, rdS: cute.Tensor, at):
+        """dK takes dS from registers: its stores run beside it. The slot is free: its dQ of two
+        blocks ago has ended in both warpgroups before P of this block was written."""
+        self.issue_dk(rdS, at)
+        self.put(rdS, self.mmas.scores, self.smem.ds[None, None, at.index])
+        self.hand_over()
+
+    def release(self, at):
+        self.pipes.q.consumer_release(at)
+
+    @cute.jit
+    def weigh(self, acc_dP: cute.Tensor, rdS: cute.Tensor, before, at, tile: Tile, m: Int32):
+        """dS = P * (dP - delta)."""
+        self.pipes.q.consumer_wait(at)  # its statistics
+        start = self.columns_of(1, at.index)
+        P = self.weights_of_block()
+        warpgroup.wait_group(0)
+        self.pipes.do.consumer_release(at)
+        for i in cutlass.range_constexpr(cute.size(acc_dP)):
+            acc_dP[i] = P[i] * (acc_dP[i] + start[i // 4 * 2 + i % 2])
+        rdS.store(acc_dP.load().to(rdS.element_type))
+
+    @cute.jit
+    def weights_of_block(self) -> cute.Tensor:
+        """P of the other warpgroup's same thread."""
+        n, threads = self.cfg.tile_m // 8, 128 * self.cfg.warpgroups
+        P, there = cute.make_rmem_tensor(cute.make_layout((4, n)), Float32), self.weights()
+        cute.arch.barrier(barrier_id=WEIGHTS_BARRIER, number_of_threads=threads)
+        for i in cutlass.range_constexpr(n):
+            cute.autovec_copy(there[None, i], P[None, i])
+        return P
+
+    def finish(self, tile: Tile, scale: Float32):
+        x, smem, width = self.x, self.smem, self.cfg.width
+        self.leave(x.dk, self.f.acc_dK, self.mmas.dk, smem.k, width, scale, tile)
