@@ -38,7 +38,7 @@ class Layout(bwd.Layout):
 
     @property
     def shared_tiles(self) -> int:
-        return self.ds_slots + 2  # P in fp32
+        return self.ds_slots + 2  # P, in fp32 at most
 
     @property
     def key_parts(self) -> int:

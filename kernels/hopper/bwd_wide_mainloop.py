@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, pipeline
+from cutlass import BFloat16, Float16, Float32, Int32, const_expr, pipeline
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from cute_attn.kernels.common.layout import acc_as_rows
@@ -29,6 +29,7 @@ from cute_attn.kernels.hopper.operands import TmaOperand
 
 WEIGHTS_BARRIER = 10  # P of a block is in shared memory
 OF_P, OF_DS = 0, 1  # warpgroups
+SHARED_SCALE = 2.0**15  # of P in fp16 between them: P is at most 1, and has 11 bits from 2^-29 on
 
 
 class Fragments(NamedTuple):
@@ -111,14 +112,20 @@ class Consumer(bwd_mainloop.Consumer):
         rows = self.smem.statistics[None, which, slot]
         return columns(rows, self.f.cS, self.cfg.tile_m)
 
+    @property
+    def halved(self) -> bool:
+        """Whether P goes over in fp16, at half the traffic: its rounding is an eighth of that of
+        dS in bf16, but as large as that in fp16."""
+        return self.smem.q.element_type is BFloat16
+
     def weights(self) -> cute.Tensor:
-        """This thread's in shared memory, (4, 8): it is thread to thread, in vectors, those of a
-        warp next to each other."""
+        """This thread's in shared memory, (values of 16 bytes, vectors): it is thread to thread,
+        those of a warp next to each other."""
+        dtype, n = (Float16, 8) if self.halved else (Float32, 4)
         first = self.smem.ds[None, None, self.cfg.ds_slots].iterator.toint() + 16 * self.f.tidx
-        pointer = cute.make_ptr(Float32, first, cute.AddressSpace.smem, assumed_align=16)
-        return cute.make_tensor(
-            pointer, cute.make_layout((4, self.cfg.tile_m // 8), stride=(1, 4 * 128))
-        )
+        pointer = cute.make_ptr(dtype, first, cute.AddressSpace.smem, assumed_align=16)
+        layout = cute.make_layout((n, self.cfg.tile_m // (2 * n)), stride=(1, n * 128))
+        return cute.make_tensor(pointer, layout)
 
     @cute.jit
     def following(self, tile: Tile, head: Int32, m: Int32):
@@ -233,9 +240,14 @@ class Weights(Consumer):
     @cute.jit
     def share_weights(self, acc_P: cute.Tensor):
         to = self.weights()
-        for i in cutlass.range_constexpr(self.cfg.tile_m // 8):
-            vector = cute.make_tensor(acc_P.iterator + 4 * i, cute.make_layout(4))
-            cute.autovec_copy(vector, to[None, i])
+        n, vectors = to.shape
+        scaled = cute.make_rmem_tensor(cute.make_layout((n, vectors)), to.element_type)
+        for i in cutlass.range_constexpr(vectors):
+            P = cute.make_tensor(acc_P.iterator + n * i, cute.make_layout(n)).load()
+            if const_expr(self.halved):
+                P = (P * SHARED_SCALE).to(Float16)
+            scaled[None, i].store(P)
+            cute.autovec_copy(scaled[None, i], to[None, i])
         threads = 128 * self.cfg.warpgroups
         cute.arch.barrier_arrive(barrier_id=WEIGHTS_BARRIER, number_of_threads=threads)
 
@@ -275,17 +287,19 @@ class Gradients(Consumer):
         P = self.weights_of_block()
         warpgroup.wait_group(0)
         self.pipes.do.consumer_release(at)
+        unscale = 1 / SHARED_SCALE if self.halved else 1.0
         for i in cutlass.range_constexpr(cute.size(acc_dP)):
-            acc_dP[i] = P[i] * (acc_dP[i] + start[i // 4 * 2 + i % 2])
+            delta = start[i // 4 * 2 + i % 2] * unscale
+            acc_dP[i] = P[i].to(Float32) * (acc_dP[i] * unscale + delta)
         rdS.store(acc_dP.load().to(rdS.element_type))
 
     @cute.jit
     def weights_of_block(self) -> cute.Tensor:
         """P of the other warpgroup's same thread."""
-        n, threads = self.cfg.tile_m // 8, 128 * self.cfg.warpgroups
-        P, there = cute.make_rmem_tensor(cute.make_layout((4, n)), Float32), self.weights()
+        there, threads = self.weights(), 128 * self.cfg.warpgroups
+        P = cute.make_rmem_tensor(cute.make_layout(there.shape), there.element_type)
         cute.arch.barrier(barrier_id=WEIGHTS_BARRIER, number_of_threads=threads)
-        for i in cutlass.range_constexpr(n):
+        for i in cutlass.range_constexpr(there.shape[1]):
             cute.autovec_copy(there[None, i], P[None, i])
         return P
 
