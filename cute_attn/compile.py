@@ -20,7 +20,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from cute_attn.config import BwdConfig, FwdConfig
+from cute_attn.config import BwdConfig, Fp8Config, FwdConfig
 from cute_attn.problem import Problem
 
 Kernel = Callable[..., Any]
@@ -28,6 +28,7 @@ Config = FwdConfig | BwdConfig
 
 DSL_ARCH = {"sm90": "sm_90a"}  # the architectures that kernels exist for
 BUILDERS = {"sm90": "cute_attn.kernels.hopper.fwd:compile_fwd"}
+FP8_BUILDERS = {"sm90": "cute_attn.kernels.hopper.fp8_fwd:compile_fp8_fwd"}
 BACKWARD_BUILDERS = {"sm90": "cute_attn.kernels.hopper.bwd:compile_bwd"}
 DSL_WANTED = "nvidia-cutlass-dsl>=4.8,<4.9"
 LOCK_SECONDS = 600.0  # far above a compile: 3 to 6 s, minutes when all cores are taken
@@ -202,7 +203,9 @@ def _build(problem: Problem, config: Config, arch: str) -> bytes:
 
 def builder(config: Config, arch: str) -> str:
     """'module:function' that compiles it, '' where there is none."""
-    return (BACKWARD_BUILDERS if isinstance(config, BwdConfig) else BUILDERS).get(arch, "")
+    if isinstance(config, BwdConfig):
+        return BACKWARD_BUILDERS.get(arch, "")
+    return (FP8_BUILDERS if isinstance(config, Fp8Config) else BUILDERS).get(arch, "")
 
 
 def _load_module(path: str) -> Kernel:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, fields
 
-from cute_attn.problem import Problem, round_up
+from cute_attn.problem import Fp8Problem, Problem, round_up
 
 SMEM_LIMIT = 232_448  # bytes of dynamic shared memory one CTA may have on sm_90
 BARRIER_BYTES = 1024  # what the mbarriers and tickets may take, alignment included
@@ -119,6 +119,28 @@ class FwdConfig:
         if held > limit:
             return f"accumulators need {held} registers per thread > {limit}"
         return ""
+
+
+@dataclass(frozen=True)
+class Fp8Config(FwdConfig):
+    """The knobs of the Hopper FP8 forward kernel."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_allowed(self, "tile_n", range(32, 257, 32))
+        _check_allowed(self, "split_kv", (False,))
+
+    def smem_bytes(self, problem: Problem, itemsize: int = 1) -> int:
+        assert isinstance(problem, Fp8Problem)
+        q = self.q_ring * 64 * max(problem.tile_dim, 2 * problem.tile_dim_v)
+        k = self.kv_stages * self.tile_n * problem.tile_dim
+        v = self.v_ring * self.tile_n * problem.tile_dim_v * problem.itemsize_v
+        return q + k + v + BARRIER_BYTES
+
+    def accumulator_registers(self, problem: Problem) -> int:
+        assert isinstance(problem, Fp8Problem)
+        weights = self.tile_n // (8 if problem.v_dtype == "e4m3" else 4)
+        return self.tile_n // 2 + weights + problem.tile_dim_v // 2
 
 
 @dataclass(frozen=True)

@@ -103,6 +103,32 @@ class Problem:
         )
 
 
+@dataclass(frozen=True)
+class Fp8Problem(Problem):
+    """The same with q and k in e4m3; dtype is out's."""
+
+    v_dtype: str = "e4m3"  # or a value of DTYPES; P's too
+    fine_k: bool = False  # k_descale is of every 16 keys, not of whole KV blocks
+    channels: bool = False  # v has a factor for every channel, and a shift; else one a head
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.v_dtype not in ("e4m3", *DTYPES.values()):
+            allowed = sorted({"e4m3", *DTYPES.values()})
+            raise ValueError(f"v_dtype {self.v_dtype!r}: allowed are {allowed}")
+
+    def static(self) -> "Fp8Problem":
+        return replace(super().static(), head_dim=self.tile_dim)  # type: ignore[return-value]
+
+    @property
+    def tile_dim(self) -> int:
+        return round_up(self.head_dim, 32)
+
+    @property
+    def itemsize_v(self) -> int:
+        return 1 if self.v_dtype == "e4m3" else 2
+
+
 def _check_dtypes(q: Any, k: Any, v: Any) -> None:
     for name, t in (("q", q), ("k", k), ("v", v)):
         if not hasattr(t, "dtype") or not hasattr(t, "stride"):

@@ -20,10 +20,14 @@ def same_slots(problem) -> bool:
 
 
 @cute.jit
-def hand_over_output(smem: Smem, f, norm: cute.Tensor, ring, slot: Int32):
-    O = acc_as_rows(f.acc_O)
+def normalise(acc_O: cute.Tensor, norm: cute.Tensor):
+    O = acc_as_rows(acc_O)
     for r in cutlass.range_constexpr(cute.size(norm)):
         O[r, None].store(O[r, None].load() * norm[r])
+
+
+@cute.jit
+def hand_over_output(smem: Smem, f, ring, slot: Int32):
     dtype = smem.o.element_type
     rO = cute.make_rmem_tensor_like(f.acc_O, dtype)
     rO.store(f.acc_O.load().to(dtype))

@@ -14,7 +14,7 @@ from cute_attn.config import FwdConfig
 from cute_attn.kernels.common.merge import launch_merge
 from cute_attn.kernels.common.softmax import make_softmax
 from cute_attn.kernels.hopper import epilogue, gemm, load, mainloop, scheduler, storage
-from cute_attn.kernels.hopper.operands import Inputs, Mmas, Parts, Shape, TmaOperand
+from cute_attn.kernels.hopper.operands import Dtypes, Inputs, Mmas, Parts, Shape, TmaOperand
 from cute_attn.problem import Problem
 
 DTYPES = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
@@ -30,7 +30,7 @@ def reordered(t: cute.Tensor, modes: list[int]) -> cute.Tensor:
 class ForwardSm90:
     def __init__(self, problem: Problem, config: FwdConfig):
         self.problem, self.cfg = problem.static(), config
-        self.dtype = DTYPES[problem.dtype]
+        self.dtypes = Dtypes(*[DTYPES[problem.dtype]] * 4)
         dims = f"d{self.problem.head_dim}_dv{self.problem.head_dim_v}"
         tile = f"{config.tile_m}x{config.tile_n}x{config.kv_stages}"
         mask = "causal" if problem.causal else "full"
@@ -61,7 +61,7 @@ class ForwardSm90:
     def launch(self, mQ, mK, mV, mO, mLSE, parts, counter, sms, softmax_scale, stream):
         cfg = self.cfg
         shape = self.shape(mQ, mK, mV, parts)
-        mmas = gemm.make_mmas(cfg, self.problem, self.dtype)
+        mmas = gemm.make_mmas(cfg, self.problem, self.dtypes.q)
         grid = shape.m_blocks * shape.head_batches * shape.parts
         if const_expr(cfg.schedule != "grid"):
             grid = cutlass.min(grid, sms)
@@ -73,7 +73,7 @@ class ForwardSm90:
     def shape(self, mQ, mK, mV, parts=None) -> Shape:
         heads_q, q_per_kv = mQ.shape[2], mQ.shape[2] // mK.shape[2]
         # K and V bytes of one head; in Int64, as a long sequence passes 2^31
-        head_bytes = Int64(mK.shape[0]) * (2 * (mK.shape[1] + mV.shape[1]))
+        head_bytes = Int64(mK.shape[0]) * self.key_bytes(mK.shape[1], mV.shape[1])
         heads = heads_q * mQ.shape[3]
         group = cutlass.max(Int64(self.cfg.l2_mb << 20) // head_bytes, Int64(1)) * q_per_kv
         group = Int32(cutlass.min(group, Int64(heads)))
@@ -87,19 +87,22 @@ class ForwardSm90:
             mQ.shape[0], mK.shape[0], heads_q, q_per_kv, m_blocks, heads, group, tail, count, blocks
         )  # fmt: skip
 
+    def key_bytes(self, d, dv):
+        return 2 * (d + dv)
+
     def operands(self, mQ, mK, mV, mO) -> tuple[TmaOperand, ...]:
         cfg, d, dv = self.cfg, self.problem.tile_dim, self.problem.tile_dim_v
         get, put = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        slots, slot = cfg.q_ring, 64 * max(d, dv)
+        types, slots, slot = self.dtypes, cfg.q_ring, 64 * max(d, dv)
         return (
-            self.operand(get, mQ, (64, d), slots, slot),
-            self.operand(get, mK, (cfg.tile_n, d), cfg.kv_stages),
-            self.operand(get, mV, (cfg.tile_n, dv), cfg.v_ring),
-            self.operand(put, mO, (64, dv), slots, slot),
+            self.operand(get, mQ, types.q, (64, d), slots, slot),
+            self.operand(get, mK, types.k, (cfg.tile_n, d), cfg.kv_stages),
+            self.operand(get, mV, types.v, (cfg.tile_n, dv), cfg.v_ring),
+            self.operand(put, mO, types.o, (64, dv), slots, slot),
         )
 
-    def operand(self, op, tensor, tile, stages, stage_elements=0) -> TmaOperand:
-        layout = storage.tile_layout(self.dtype, tile, stages, stage_elements)
+    def operand(self, op, tensor, dtype, tile, stages, stage_elements=0) -> TmaOperand:
+        layout = storage.tile_layout(dtype, tile, stages, stage_elements)
         one_tile = cute.select(layout, mode=[0, 1])
         atom, coords = cpasync.make_tiled_tma_atom(op, tensor, one_tile, tile)
         return TmaOperand(atom, coords, layout)
@@ -108,9 +111,9 @@ class ForwardSm90:
     def kernel(self, x: Inputs, mmas: Mmas, shape: Shape, scale_log2: Float32):
         cfg, problem = self.cfg, self.problem
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        shared = cutlass.memory.SmemAllocator().allocate(storage.storage_struct(cfg, self.dtype, x))
-        smem = storage.smem_tensors(shared, x)
-        pipes = storage.make_pipelines(cfg, self.dtype, shared, x)
+        shared = cutlass.memory.SmemAllocator().allocate(storage.storage_struct(cfg, self.dtypes, x))
+        smem = storage.smem_tensors(shared, self.dtypes, x)
+        pipes = storage.make_pipelines(cfg, self.dtypes, shared, x)
         consumer_regs, producer_regs = cfg.registers
 
         if warp < 4:
@@ -125,12 +128,11 @@ class ForwardSm90:
 
     @cute.jit
     def consume(self, x, mmas, smem, pipes, shape, scale_log2):
-        cfg, problem = self.cfg, self.problem
+        cfg = self.cfg
         tidx = cute.arch.thread_idx()[0] - 128
         wg = cute.arch.make_warp_uniform(tidx // 128)
-        f = mainloop.make_fragments(cfg, problem, mmas, smem, tidx - wg * 128, wg)
-        softmax = make_softmax(problem, scale_log2)
-        c = mainloop.Consumer(cfg, problem, x, smem, f, softmax, pipes, shape)
+        f = mainloop.make_fragments(cfg, self.problem, mmas, smem, tidx - wg * 128, wg)
+        c = self.consumer(x, smem, f, pipes, shape, scale_log2)
         consumer = pipeline.PipelineUserType.Consumer
         q = pipeline.PipelineState(cfg.q_ring, Int32(0), wg, Int32(0))
         k = pipeline.make_pipeline_state(consumer, cfg.kv_stages)
@@ -145,6 +147,10 @@ class ForwardSm90:
             k, v = c.blocks(q, k, v, tile, rows, rough)
             q, v = c.end(q, v, tile, rows)
             tile, t = scheduler.receive(cfg, smem, pipes, t)
+
+    def consumer(self, x, smem, f, pipes, shape, scale_log2):
+        softmax = make_softmax(self.problem, scale_log2)
+        return mainloop.Consumer(self.cfg, self.problem, x, smem, f, softmax, pipes, shape)
 
 
 class SplitForwardSm90(ForwardSm90):
@@ -179,7 +185,7 @@ def compile_fwd(problem: Problem, config: FwdConfig, options: str = ""):
     """Compile for the target in CUTE_DSL_ARCH; needs no GPU and no torch. Sizes, head counts,
     head dims within their class and strides stay run-time values."""
     kernel = (SplitForwardSm90 if config.split_kv else ForwardSm90)(problem, config)
-    dtype = kernel.dtype
+    dtype = kernel.dtypes.q
     b, sq, sk, hq, hk, d, dv = (cute.sym_int32() for _ in range(7))
 
     def tensor(s, h, width):

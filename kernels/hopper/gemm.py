@@ -9,6 +9,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cute_attn.kernels.hopper.operands import Mmas
 
 STEP = 16  # elements of the inner dimension that one 16-bit WGMMA takes
+STEP_8 = 32  # the same of an 8-bit one
 
 
 def make_mmas(cfg, problem, dtype) -> Mmas:
@@ -17,6 +18,18 @@ def make_mmas(cfg, problem, dtype) -> Mmas:
     make = hopper.make_trivial_tiled_mma
     qk, qk_half = (make(dtype, dtype, K, K, Float32, one, (64, n)) for n in cfg.qk_widths)
     pv = make(dtype, dtype, K, MN, Float32, one, (64, problem.tile_dim_v), RMEM)
+    return Mmas(qk, qk_half, pv)
+
+
+def make_mmas_fp8(cfg, problem, dtypes) -> Mmas:
+    """Q and K in e4m3. V either too, with its keys contiguous (8-bit WGMMA takes no other order),
+    or in 16 bits as above."""
+    K, MN, RMEM = OperandMajorMode.K, OperandMajorMode.MN, warpgroup.OperandSource.RMEM
+    one = (1, 1, 1)
+    make = hopper.make_trivial_tiled_mma
+    qk, qk_half = (make(dtypes.q, dtypes.k, K, K, Float32, one, (64, n)) for n in cfg.qk_widths)
+    major = K if dtypes.v.width == 8 else MN
+    pv = make(dtypes.v, dtypes.v, K, major, Float32, one, (64, problem.tile_dim_v), RMEM)
     return Mmas(qk, qk_half, pv)
 
 

@@ -19,7 +19,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
-from cute_attn.kernels.common.layout import acc_as_operand_a, acc_as_rows
+from cute_attn.kernels.common.layout import acc_as_operand_a, acc_as_rows, operand_a_like
 from cute_attn.kernels.common.mask import first_full_block, keys_seen, kv_block_end, mask_scores
 from cute_attn.kernels.common.softmax import KEPT, LOST, OnlineSoftmax
 from cute_attn.kernels.hopper import epilogue, rare, scheduler
@@ -69,7 +69,7 @@ def make_fragments(cfg, problem, mmas: Mmas, smem: Smem, tidx, wg):
         half.make_fragment_B(half.partition_B(sK_half)),
         pv.make_fragment_B(pv.partition_B(sVt)),
         cute.make_rmem_tensor(mmas.pv.partition_shape_C((64, width)), Float32),
-        cute.make_rmem_tensor_like(acc_as_operand_a(acc_S), smem.v.element_type),
+        operand_a_like(acc_S, smem.v.element_type),
         mmas.qk.get_slice(tidx).partition_C(cute.make_identity_tensor((64, cfg.tile_n))),
         tidx,
         wg,
@@ -130,7 +130,8 @@ class Consumer:
     @cute.jit
     def keep_weights(self, acc_S):
         """P = 16-bit S, a k-step at a time so that two values share one conversion."""
-        S, P = acc_as_operand_a(acc_S), self.f.P
+        P = self.f.P
+        S = acc_as_operand_a(acc_S, P.element_type.width)
         for i in cutlass.range_constexpr(cute.size(P, mode=[2])):
             P[None, None, i].store(S[None, None, i].load().to(P.element_type))
 
@@ -339,6 +340,7 @@ class Consumer:
                 self.x, self.f, norm, tile, rows.first, self.shape.seqlen_q, self.pipes.o, q.index
             )
         else:
-            epilogue.hand_over_output(self.smem, self.f, norm, self.pipes.o, q.index)
+            epilogue.normalise(self.f.acc_O, norm)
+            epilogue.hand_over_output(self.smem, self.f, self.pipes.o, q.index)
         q.advance(self.cfg.warpgroups)
         return q, v

@@ -12,6 +12,15 @@ class TmaOperand(NamedTuple):
     layout: cute.ComposedLayout  # shared memory, (tile, ..., stages)
 
 
+class Dtypes(NamedTuple):
+    """Of elements in memory; P has V's."""
+
+    q: type
+    k: type
+    v: type
+    o: type
+
+
 class Mmas(NamedTuple):
     qk: cute.TiledMma  # S = Q K^T, both from shared memory
     qk_half: cute.TiledMma  # the same for the first half of a block's keys
@@ -26,17 +35,29 @@ class Parts(NamedTuple):
     log_sum: cute.Tensor  # the same shape: log2 of their sum
 
 
+class Scales(NamedTuple):
+    """Factors of FP8 operands, fp32."""
+
+    q: cute.Tensor  # (seqlen_q, head, batch)
+    k: cute.Tensor  # (groups of keys, kv_head, batch)
+    v: cute.Tensor  # (head_dim_v, kv_head, batch)
+    v_shift: cute.Tensor  # (head_dim_v, kv_head, batch): what was taken off V
+    q_dot: cute.Tensor  # (seqlen_q, head, batch): q times what was taken off K
+    k_shift: Int32  # log2 of the KV blocks in a group of keys
+
+
 class Inputs(NamedTuple):
     q: TmaOperand
     k: TmaOperand
     v: TmaOperand
     o: TmaOperand
-    gQ: cute.Tensor  # (seqlen_q, head_dim, head, batch), read outside TMA in rare branches only
-    gK: cute.Tensor  # (seqlen_k, head_dim, kv_head, batch)
-    gV: cute.Tensor  # (seqlen_k, head_dim_v, kv_head, batch)
+    gQ: cute.Tensor | None  # (seqlen_q, head_dim, head, batch), read outside TMA in rare branches only
+    gK: cute.Tensor | None  # (seqlen_k, head_dim, kv_head, batch)
+    gV: cute.Tensor | None  # (seqlen_k, head_dim_v, kv_head, batch)
     lse: cute.Tensor  # (seqlen_q, head, batch)
     parts: Parts | None  # where O and row statistics go if the keys are split
     counter: cute.Tensor  # (1,) int32, zero between launches
+    scales: Scales | None = None  # of FP8 operands, whose gQ, gK and gV are None
 
 
 class Smem(NamedTuple):

@@ -9,7 +9,7 @@ from cutlass import pipeline
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
-from cute_attn.kernels.hopper.operands import Inputs, Smem
+from cute_attn.kernels.hopper.operands import Dtypes, Inputs, Smem
 
 
 def tile_layout(dtype, shape, stages, stage_elements=0, columns=0):
@@ -26,12 +26,14 @@ def tile_layout(dtype, shape, stages, stage_elements=0, columns=0):
     return cute.make_composed_layout(layout.inner, layout.offset, outer)
 
 
-def storage_struct(cfg, dtype, x: Inputs):
-    def tile(elements):
+def storage_struct(cfg, dtypes: Dtypes, x: Inputs):
+    def tile(dtype, elements):
         return cute.struct.Align[cute.struct.MemRange[dtype, elements], 1024]
 
     def ring(stages):
         return cute.struct.MemRange[cutlass.Int64, 2 * stages]
+
+    o_elements = cute.cosize(x.o.layout) * dtypes.o.width // dtypes.q.width
 
     @cute.struct
     class Storage:
@@ -41,9 +43,9 @@ def storage_struct(cfg, dtype, x: Inputs):
         o_full: ring(cfg.q_ring)
         ticket_full: ring(2)
         tickets: cute.struct.MemRange[cutlass.Int32, 10]
-        q: tile(max(cute.cosize(x.q.layout), cute.cosize(x.o.layout)))
-        k: tile(cute.cosize(x.k.layout))
-        v: tile(cute.cosize(x.v.layout))
+        q: tile(dtypes.q, max(cute.cosize(x.q.layout), o_elements))
+        k: tile(dtypes.k, cute.cosize(x.k.layout))
+        v: tile(dtypes.v, cute.cosize(x.v.layout))
 
     return Storage
 
@@ -56,13 +58,13 @@ class Pipelines(NamedTuple):
     tickets: pipeline.PipelineAsync
 
 
-def make_pipelines(cfg, dtype, storage, x: Inputs) -> Pipelines:
+def make_pipelines(cfg, dtypes: Dtypes, storage, x: Inputs) -> Pipelines:
     """One producer thread; every consumer warp releases a K or V slot, one a Q slot."""
 
     def group(n):
         return pipeline.CooperativeGroup(pipeline.Agent.Thread, n)
 
-    def ring(barriers, stages, layout, releases):
+    def ring(barriers, stages, dtype, layout, releases):
         return pipeline.PipelineTmaAsync.create(
             barrier_storage=barriers.data_ptr(),
             num_stages=stages,
@@ -82,9 +84,9 @@ def make_pipelines(cfg, dtype, storage, x: Inputs) -> Pipelines:
         )
 
     pipes = Pipelines(
-        ring(storage.q_full, cfg.q_ring, x.q.layout, 1),
-        ring(storage.k_full, cfg.kv_stages, x.k.layout, 4 * cfg.warpgroups),
-        ring(storage.v_full, cfg.v_ring, x.v.layout, 4 * cfg.warpgroups),
+        ring(storage.q_full, cfg.q_ring, dtypes.q, x.q.layout, 1),
+        ring(storage.k_full, cfg.kv_stages, dtypes.k, x.k.layout, 4 * cfg.warpgroups),
+        ring(storage.v_full, cfg.v_ring, dtypes.v, x.v.layout, 4 * cfg.warpgroups),
         handshake(storage.o_full, cfg.q_ring, 128, 1),
         handshake(storage.ticket_full, 2, 32, 128 * cfg.warpgroups + 32),
     )
@@ -93,14 +95,14 @@ def make_pipelines(cfg, dtype, storage, x: Inputs) -> Pipelines:
     return pipes
 
 
-def smem_tensors(storage, x: Inputs) -> Smem:
-    def view(field, layout):
-        return field.get_tensor(layout.outer, swizzle=layout.inner)
+def smem_tensors(storage, dtypes: Dtypes, x: Inputs) -> Smem:
+    def view(field, layout, dtype=None):
+        return field.get_tensor(layout.outer, swizzle=layout.inner, dtype=dtype)
 
     return Smem(
         q=view(storage.q, x.q.layout),
         k=view(storage.k, x.k.layout),
         v=view(storage.v, x.v.layout),
-        o=view(storage.q, x.o.layout),
+        o=view(storage.q, x.o.layout, dtypes.o),
         tickets=storage.tickets.get_tensor(cute.make_layout((5, 2))),
     )

@@ -1,0 +1,176 @@
+"""A consumer warpgroup of the FP8 forward: mainloop.py with scaled e4m3 operands.
+
+    S  = Q K_j^T                              e4m3 x e4m3
+    P  = exp2(c S - m + 8)                    c = softmax_scale log2(e) q_descale k_descale
+    O  = O 2^(m' - m) + P V_j                 e4m3 x e4m3, or both in 16 bits and without the 8
+O = O v_descale / l + v_shift;  LSE = ln2 (m + log2 l - 8) + softmax_scale q_dot_k_shift
+
+The maximum of a row is taken in every block; O is multiplied only where it moved. A NaN in V
+reaches every row of a 64-row tile that reads its block, also those the mask hides it from.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, const_expr
+from cutlass.cute.nvgpu import warpgroup
+
+from cute_attn.kernels.common.layout import acc_as_rows
+from cute_attn.kernels.common.mask import keys_seen, mask_scores
+from cute_attn.kernels.common.softmax import LN_2
+from cute_attn.kernels.hopper import epilogue
+from cute_attn.kernels.hopper.gemm import STEP, STEP_8, gemm
+from cute_attn.kernels.hopper.mainloop import OUTPUT_BARRIER, Consumer, Rows
+from cute_attn.kernels.hopper.operands import Tile
+
+
+@dataclass(frozen=True)
+class Fp8Consumer(Consumer):
+    at: cute.Tensor  # (2,) KV head and batch of the tile
+
+    @cute.jit
+    def issue_qk(self, acc_S, slot, k):
+        Q, K = self.f.rQ[None, None, None, slot], self.f.rK[None, None, None, k.index]
+        gemm(self.f.mmas.qk, acc_S, Q, K, self.problem.tile_dim // STEP_8, zero=True)
+
+    @cute.jit
+    def issue_qk_half(self, acc_S, slot, k):
+        Q, K = self.f.rQ[None, None, None, slot], self.f.rK_half[None, None, None, k.index]
+        gemm(self.f.mmas.qk_half, acc_S, Q, K, self.problem.tile_dim // STEP_8, zero=True)
+
+    @cute.jit
+    def issue_pv(self, v):
+        f = self.f
+        step = STEP_8 if const_expr(f.P.element_type.width == 8) else STEP
+        V = f.rV[None, None, None, v.index]
+        gemm(f.mmas.pv, f.acc_O, f.P, V, self.cfg.tile_n // step, zero=False)
+
+    @cute.jit
+    def factors(self, block: Int32) -> cute.Tensor:
+        """What belongs to a block's keys of the scores' factor."""
+        scales = self.x.scales
+        k = scales.k[None, self.at[0], self.at[1]]
+        count = self.cfg.tile_n // 16 if const_expr(self.problem.fine_k) else 1
+        found = cute.make_rmem_tensor(count, Float32)
+        if const_expr(self.problem.fine_k):
+            last = cute.ceil_div(self.shape.seqlen_k, 16) - 1
+            for i in cutlass.range_constexpr(count):
+                found[i] = k[cutlass.min(block * count + i, last)]
+        else:
+            found[0] = k[block >> scales.k_shift]
+        return found
+
+    @cute.jit
+    def weigh(self, acc_S, block: Int32) -> Boolean:
+        return self.softmax.exact_fp8(acc_S, self.factors(block))
+
+    @cute.jit
+    def weigh_masked(self, acc_S, rows: Rows, block: Int32) -> Boolean:
+        key = block * self.cfg.tile_n
+        if keys_seen(self.problem, rows.first, self.shape) < key + self.cfg.tile_n:
+            mask_scores(self.problem, acc_S, self.f.cS, rows.first, key, self.shape)
+        return self.weigh(acc_S, block)
+
+    @cute.jit
+    def begin(self, q, k, v, tile: Tile, rows: Rows):
+        self.at[0], self.at[1] = tile.head // self.shape.q_per_kv, tile.batch
+        C = acc_as_rows(self.f.cS)
+        for r in cutlass.range_constexpr(2):
+            row = cutlass.min(rows.first + C[r, 0][0], self.shape.seqlen_q - 1)
+            descale = self.x.scales.q[row, tile.head, tile.batch]
+            self.softmax.scale[r] = self.softmax.scale_log2 * descale
+        return Consumer.begin(self, q, k, v, tile, rows)
+
+    @cute.jit
+    def is_rough(self, rows: Rows) -> Boolean:
+        return Boolean(False)
+
+    @cute.jit
+    def masked_block(self, q, k, v, rows: Rows, block: Int32):
+        acc_S, k = self.products(q, k, v)
+        moved = self.weigh_masked(acc_S, rows, block)
+        v = self.take_up(acc_S, v, moved)
+        return k, v
+
+    @cute.jit
+    def block(self, q, k, v, block: Int32):
+        acc_S, k = self.products(q, k, v)
+        moved = self.weigh(acc_S, block)
+        v = self.take_up(acc_S, v, moved)
+        return k, v
+
+    @cute.jit
+    def take_up(self, acc_S, v, moved: Boolean):
+        """The product before is there: O and P are free."""
+        warpgroup.wait_group(0)
+        self.pipes.v.consumer_release(v)
+        v.advance()
+        self.keep_weights(acc_S)
+        if moved:
+            self.softmax.rescale(self.f.acc_O)
+        return v
+
+    @cute.jit
+    def blocks(self, q, k, v, tile: Tile, rows: Rows, rough: Boolean):
+        for i in cutlass.range(rows.end - 1 - rows.full, unroll=1):
+            k, v = self.masked_block(q, k, v, rows, rows.end - 2 - i)
+        for i in cutlass.range(rows.full - rows.begin, unroll=1):
+            k, v = self.block(q, k, v, rows.full - 1 - i)
+        return k, v
+
+    @cute.jit
+    def end(self, q, v, tile: Tile, rows: Rows):
+        self.pipes.v.consumer_wait(v)
+        self.take_token()
+        self.issue_pv(v)
+        self.pass_token()
+        norm, log_sum = self.softmax.finish_fp8()
+        lse = self.softmax.lse(log_sum)
+        self.shift_lse(lse, tile, rows)
+        seqlen_q = self.shape.seqlen_q
+        epilogue.store_rows(self.x.lse, lse, self.f.cS, tile, rows.first, seqlen_q)
+        warpgroup.wait_group(0)
+        self.pipes.v.consumer_release(v)
+        v.advance()
+        self.scale_output(norm)
+        if const_expr(not same_slots(self.problem)):
+            cute.arch.barrier(barrier_id=OUTPUT_BARRIER + self.f.wg, number_of_threads=128)
+        epilogue.hand_over_output(self.smem, self.f, self.pipes.o, q.index)
+        q.advance(self.cfg.warpgroups)
+        return q, v
+
+    @cute.jit
+    def shift_lse(self, lse: cute.Tensor, tile: Tile, rows: Rows):
+        """Scores of keys that a vector was taken off are all too low by q times that vector."""
+        C = acc_as_rows(self.f.cS)
+        sign = -LN_2 if const_expr(self.problem.negative_scale) else LN_2
+        for r in cutlass.range_constexpr(2):
+            row = cutlass.min(rows.first + C[r, 0][0], self.shape.seqlen_q - 1)
+            dot = self.x.scales.q_dot[row, tile.head, tile.batch]
+            shifted = lse[r] + dot * (self.softmax.scale_log2 * sign)
+            lse[r] = lse[r] if lse[r] == -Float32.inf else shifted
+
+    @cute.jit
+    def scale_output(self, norm: cute.Tensor):
+        """O / l, times V's scale and plus V's shift; 0 for a row that has seen no key."""
+        O, C, scales = acc_as_rows(self.f.acc_O), acc_as_rows(self.f.cS), self.x.scales
+        scale = scales.v[None, self.at[0], self.at[1]]
+        shift = scales.v_shift[None, self.at[0], self.at[1]]
+        if const_expr(self.problem.channels):
+            last = scales.v.shape[0] - 1
+            for c in cutlass.range_constexpr(cute.size(O, mode=[1])):
+                column = cutlass.min(C[0, 0][1] + c // 2 * 8 + c % 2, last)
+                times, plus = scale[column], shift[column]
+                for r in cutlass.range_constexpr(2):
+                    value = O[r, c] * (norm[r] * times) + plus
+                    O[r, c] = Float32(0.0) if norm[r] == 0.0 else value
+        else:
+            for r in cutlass.range_constexpr(2):
+                norm[r] = norm[r] * scale[0]
+            epilogue.normalise(self.f.acc_O, norm)
+
+
+def same_slots(problem) -> bool:
+    """epilogue.same_slots where O's elements are twice as wide as Q's."""
+    return problem.tile_dim % 128 == 0 and problem.tile_dim_v % 64 == 0
