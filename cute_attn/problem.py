@@ -109,7 +109,8 @@ class Fp8Problem(Problem):
 
     v_dtype: str = "e4m3"  # or a value of DTYPES; P's too
     fine_k: bool = False  # k_descale is of every 16 keys, not of whole KV blocks
-    channels: bool = False  # v has a factor for every channel, and a shift; else one a head
+    channels: bool = False  # v_descale is of every channel, not of whole heads
+    v_shift: bool = False  # a vector was taken off V, to be added to out
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -54,7 +54,8 @@ class Fp8ForwardSm90(ForwardSm90):
     ):
         """As the 16-bit kernel's, but mV in e4m3 is (batch, heads_kv, head_dim_v, padded keys).
         In fp32, 0 strides welcome: mQScale and mQDot (batch, heads_q, seqlen_q), mVScale and
-        mVShift (batch, heads_kv, head_dim_v), mKScale (batch, heads_kv, groups of 2^k_shift KV
+        mVShift (batch, heads_kv, head_dim_v), channels next to each other where the problem has
+        them, mKScale (batch, heads_kv, groups of 2^k_shift KV
         blocks, or of 16 keys where problem.fine_k)."""
         q, k, o = (reordered(t, ROWS) for t in (mQ, mK, mO))
         v = reordered(mV, COLUMNS if const_expr(self.dtypes.v.width == 8) else ROWS)
@@ -109,9 +110,12 @@ def compile_fp8_fwd(problem: Fp8Problem, config: Fp8Config, options: str = ""):
         strides = tuple(cute.sym_int64(divisibility=128 // dtype.width) for _ in range(3))
         return cute.runtime.make_fake_tensor(dtype, shape, (*strides, 1), assumed_align=16)
 
-    def scales(*shape):
-        strides = tuple(cute.sym_int64() for _ in range(3))
-        return cute.runtime.make_fake_tensor(Float32, shape, strides, assumed_align=4)
+    def scales(*shape, pairs=False):
+        strides = [cute.sym_int64(divisibility=2 if pairs else 1) for _ in range(3)]
+        strides[2] = 1 if pairs else strides[2]
+        return cute.runtime.make_fake_tensor(
+            Float32, shape, tuple(strides), assumed_align=8 if pairs else 4
+        )
 
     types = kernel.dtypes
     v_shape = (b, hk, dv, padded) if types.v.width == 8 else (b, sk, hk, dv)
@@ -123,7 +127,7 @@ def compile_fp8_fwd(problem: Fp8Problem, config: Fp8Config, options: str = ""):
         scales(b, hq, sq),
         cute.runtime.make_fake_compact_tensor(Int32, (1,), assumed_align=4),
     ]
-    of_v = [scales(b, hk, dv) for _ in range(2)]
+    of_v = [scales(b, hk, dv, pairs=x) for x in (problem.channels, problem.v_shift)]
     factors = [scales(b, hq, sq), scales(b, hk, groups), *of_v, scales(b, hq, sq)]
     for part in (kernel.kernel, kernel.__call__):
         part.set_name_prefix(kernel.name, remove_cutlass_symbol=True, keep_mangled_name=False)

@@ -17,6 +17,7 @@ from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from cute_attn.kernels.common.layout import acc_as_rows
+from cute_attn.kernels.common.merge import pair_at
 from cute_attn.kernels.common.mask import keys_seen, mask_scores
 from cute_attn.kernels.common.softmax import LN_2
 from cute_attn.kernels.hopper import epilogue
@@ -154,21 +155,42 @@ class Fp8Consumer(Consumer):
     @cute.jit
     def scale_output(self, norm: cute.Tensor):
         """O / l, times V's scale and plus V's shift; 0 for a row that has seen no key."""
-        O, C, scales = acc_as_rows(self.f.acc_O), acc_as_rows(self.f.cS), self.x.scales
+        O, scales = acc_as_rows(self.f.acc_O), self.x.scales
         scale = scales.v[None, self.at[0], self.at[1]]
         shift = scales.v_shift[None, self.at[0], self.at[1]]
-        if const_expr(self.problem.channels):
-            last = scales.v.shape[0] - 1
-            for c in cutlass.range_constexpr(cute.size(O, mode=[1])):
-                column = cutlass.min(C[0, 0][1] + c // 2 * 8 + c % 2, last)
-                times, plus = scale[column], shift[column]
-                for r in cutlass.range_constexpr(2):
-                    value = O[r, c] * (norm[r] * times) + plus
-                    O[r, c] = Float32(0.0) if norm[r] == 0.0 else value
-        else:
+        if const_expr(not self.problem.channels):
             for r in cutlass.range_constexpr(2):
                 norm[r] = norm[r] * scale[0]
+        if const_expr(self.problem.channels or self.problem.v_shift):
+            first = acc_as_rows(self.f.cS)[0, 0][1]
+            for c in cutlass.range_constexpr(0, cute.size(O, mode=[1]), 2):
+                times = channel_pair(scale, first, c, 1.0, self.problem.channels)
+                plus = channel_pair(shift, first, c, 0.0, self.problem.v_shift)
+                for r in cutlass.range_constexpr(2):
+                    seen = norm[r] != 0.0
+                    for i in cutlass.range_constexpr(2):
+                        value = O[r, c + i] * (norm[r] * times[i]) + plus[i]
+                        O[r, c + i] = value if seen else Float32(0.0)
+        else:
             epilogue.normalise(self.f.acc_O, norm)
+
+
+@cute.jit
+def channel_pair(
+    values: cute.Tensor,
+    first: Int32,
+    c: cutlass.Constexpr[int],
+    default: cutlass.Constexpr[float],
+    given: cutlass.Constexpr[bool],
+):
+    """values of the two channels that a thread's columns c and c + 1 are; head dims are multiples
+    of 16, so that both are there or neither."""
+    pair = cute.make_rmem_tensor(2, Float32)
+    pair.fill(default)
+    if const_expr(given):
+        if 4 * c < values.shape[0]:
+            cute.autovec_copy(pair_at(values, first + 4 * c), pair)
+    return pair
 
 
 def same_slots(problem) -> bool:
