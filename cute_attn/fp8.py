@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from cute_attn import launch, quantize
+from cute_attn.config import Fp8Config
 from cute_attn.quantize import E4M3, INPUTS, QuantizedQKV
 
 Descales = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -83,6 +84,10 @@ def _attend(pack: QuantizedQKV, options: Options) -> tuple[Tensor, Tensor]:
 def _run(
     pack: QuantizedQKV, options: Options, scale: float | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
+    if pack.q.device.type == "cuda":
+        from cute_attn import fp8_launch
+
+        return fp8_launch.attend(pack, options.causal, scale, options.out, dtype, options.config)
     from cute_attn import reference_fp8
 
     o, lse = reference_fp8.attention_fp8(
@@ -117,17 +122,8 @@ def _checked(
     if scale is not None and abs(scale) < launch.MIN_SCALE:
         scale = 0.0
     dtype = _checked_out(q, k, v, default, options)
-    if options.config is not None:
-        raise NotImplementedError("config is not built yet for FP8: leave it at its default, None")
-    if q.device.type == "cuda":
-        if options.arch is not None:
-            launch.check_arch_name(options.arch)
-            if options.arch != "sm90":
-                raise ValueError(f"arch is {options.arch!r}, but q.device is {q.device}")
-        raise NotImplementedError(
-            f"q.device is {q.device}: FP8 kernels are not built yet, FP8 runs on CPU tensors only; "
-            "bf16 and fp16 run on this device without preset and descales"
-        )
+    if options.config is not None and not isinstance(options.config, Fp8Config):
+        raise TypeError(f"config is {options.config!r}: FP8 wants an Fp8Config")
     launch.choose_arch(q.device, options.arch)
     return scale, dtype
 

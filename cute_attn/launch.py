@@ -357,7 +357,8 @@ def _loadable_strides(t: Tensor) -> bool:
     """Last stride 1, the others multiples of 16 bytes, 0 included; a dimension of size 1 too,
     because its stride reaches the TMA descriptor all the same."""
     return t.stride(3) == 1 and all(
-        stride % 8 == 0 and 0 <= stride < MAX_STRIDE for stride in t.stride()[:3]
+        stride % (16 // t.element_size()) == 0 and 0 <= stride < MAX_STRIDE
+        for stride in t.stride()[:3]
     )
 
 

@@ -118,6 +118,9 @@ class Fp8Problem(Problem):
             allowed = sorted({"e4m3", *DTYPES.values()})
             raise ValueError(f"v_dtype {self.v_dtype!r}: allowed are {allowed}")
 
+    def with_fine_k(self, fine: bool) -> "Fp8Problem":
+        return replace(self, fine_k=fine)
+
     def static(self) -> "Fp8Problem":
         return replace(super().static(), head_dim=self.tile_dim)  # type: ignore[return-value]
 

@@ -44,6 +44,7 @@ class Fp8ForwardSm90(ForwardSm90):
         counter: cute.Tensor,
         sms: Int32,
         softmax_scale: Float32,
+        q_heads: Int32,
         k_shift: Int32,
         mQScale: cute.Tensor,
         mKScale: cute.Tensor,
@@ -53,14 +54,14 @@ class Fp8ForwardSm90(ForwardSm90):
         stream: cuda.CUstream,
     ):
         """As the 16-bit kernel's, but mV in e4m3 is (batch, heads_kv, head_dim_v, padded keys).
-        In fp32, 0 strides welcome: mQScale and mQDot (batch, heads_q, seqlen_q), mVScale and
-        mVShift (batch, heads_kv, head_dim_v), channels next to each other where the problem has
-        them, mKScale (batch, heads_kv, groups of 2^k_shift KV
-        blocks, or of 16 keys where problem.fine_k)."""
+        In fp32, 0 strides welcome: mQScale (batch, groups of q_heads query heads, seqlen_q), mKScale
+        (batch, heads_kv, groups of 2^k_shift KV blocks, or of 16 keys where problem.fine_k), mVScale
+        and mVShift (batch, heads_kv, head_dim_v), channels next to each other where the problem has
+        them, mQDot (batch, heads_q, seqlen_q)."""
         q, k, o = (reordered(t, ROWS) for t in (mQ, mK, mO))
         v = reordered(mV, COLUMNS if const_expr(self.dtypes.v.width == 8) else ROWS)
         per_head = [reordered(t, LSE) for t in (mQScale, mKScale, mVScale, mVShift, mQDot)]
-        scales = Scales(*per_head, k_shift)
+        scales = Scales(*per_head, q_heads, k_shift)
         shape = self.shape(q, k, v)
         mmas = gemm.make_mmas_fp8(self.cfg, self.problem, self.dtypes)
         grid = shape.m_blocks * shape.head_batches
@@ -104,7 +105,7 @@ class Fp8ForwardSm90(ForwardSm90):
 def compile_fp8_fwd(problem: Fp8Problem, config: Fp8Config, options: str = ""):
     """As fwd.compile_fwd, for FP8."""
     kernel = Fp8ForwardSm90(problem, config)
-    b, sq, sk, hq, hk, d, dv, padded, groups = (cute.sym_int32() for _ in range(9))
+    b, sq, sk, hq, hk, d, dv, padded, groups, q_groups = (cute.sym_int32() for _ in range(10))
 
     def tensor(dtype, *shape):
         strides = tuple(cute.sym_int64(divisibility=128 // dtype.width) for _ in range(3))
@@ -128,11 +129,11 @@ def compile_fp8_fwd(problem: Fp8Problem, config: Fp8Config, options: str = ""):
         cute.runtime.make_fake_compact_tensor(Int32, (1,), assumed_align=4),
     ]
     of_v = [scales(b, hk, dv, pairs=x) for x in (problem.channels, problem.v_shift)]
-    factors = [scales(b, hq, sq), scales(b, hk, groups), *of_v, scales(b, hq, sq)]
+    factors = [scales(b, q_groups, sq), scales(b, hk, groups), *of_v, scales(b, hq, sq)]
     for part in (kernel.kernel, kernel.__call__):
         part.set_name_prefix(kernel.name, remove_cutlass_symbol=True, keep_mangled_name=False)
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
     return cute.compile(
-        kernel, *tensors, Int32(1), Float32(1.0), Int32(0), *factors, stream,
+        kernel, *tensors, Int32(1), Float32(1.0), Int32(1), Int32(0), *factors, stream,
         options=f"--enable-tvm-ffi {options}",
     )  # fmt: skip

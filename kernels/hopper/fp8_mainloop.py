@@ -76,10 +76,10 @@ class Fp8Consumer(Consumer):
     @cute.jit
     def begin(self, q, k, v, tile: Tile, rows: Rows):
         self.at[0], self.at[1] = tile.head // self.shape.q_per_kv, tile.batch
-        C = acc_as_rows(self.f.cS)
+        C, scales = acc_as_rows(self.f.cS), self.x.scales
         for r in cutlass.range_constexpr(2):
             row = cutlass.min(rows.first + C[r, 0][0], self.shape.seqlen_q - 1)
-            descale = self.x.scales.q[row, tile.head, tile.batch]
+            descale = scales.q[row, tile.head // scales.q_heads, tile.batch]
             self.softmax.scale[r] = self.softmax.scale_log2 * descale
         return Consumer.begin(self, q, k, v, tile, rows)
 

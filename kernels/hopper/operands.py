@@ -38,11 +38,12 @@ class Parts(NamedTuple):
 class Scales(NamedTuple):
     """Factors of FP8 operands, fp32."""
 
-    q: cute.Tensor  # (seqlen_q, head, batch)
+    q: cute.Tensor  # (seqlen_q, group of heads, batch)
     k: cute.Tensor  # (groups of keys, kv_head, batch)
     v: cute.Tensor  # (head_dim_v, kv_head, batch)
     v_shift: cute.Tensor  # (head_dim_v, kv_head, batch): what was taken off V
     q_dot: cute.Tensor  # (seqlen_q, head, batch): q times what was taken off K
+    q_heads: Int32  # query heads in a group
     k_shift: Int32  # log2 of the KV blocks in a group of keys
 
 
