@@ -519,7 +519,7 @@ WRONG = [
     (TypeError, "causal is 1", {**E, "causal": 1}),
     (ValueError, "softmax_scale is nan", {**E, "softmax_scale": math.nan}),
     (ValueError, "arch is 'sm90', but q.device is cpu", {**E, "arch": "sm90"}),
-    (NotImplementedError, "config is not built", {**E, "config": FwdConfig()}),
+    (TypeError, "an Fp8Config", {**E, "config": FwdConfig()}),
     (NotImplementedError, "window_size", {**E, "window_size": (3, 3)}),
     (NotImplementedError, "cu_seqlens_q", {**E, "cu_seqlens_q": torch.zeros(2)}),
     (NotImplementedError, "softcap", {**P, "softcap": 3.0}),
@@ -560,20 +560,33 @@ def test_b84_gradients_are_refused():
 
 
 @pytest.mark.parametrize("preset", [None, "fp8"])
-def test_cuda_tensors_are_refused_last(preset):
+def test_cuda_calls_are_checked_before_the_device(preset):
     with FakeTensorMode():
         dtype = E4M3 if preset is None else BF16
         q, k, v, odd = (
             torch.empty((1, 8, heads, 32), dtype=dtype, device="cuda:0") for heads in (4, 2, 2, 3)
         )
-        with pytest.raises(NotImplementedError, match="q.device is cuda:0: FP8 kernels are not"):
-            cute_attn.fwd(q, k, v, preset=preset)
         with pytest.raises(ValueError, match="nheads_q is 3"):
             cute_attn.fwd(odd, k, v, preset=preset)
         with pytest.raises(TypeError, match="causal is 1"):
             cute_attn.fwd(q, k, v, preset=preset, causal=1)
-        with pytest.raises(ValueError, match="arch is 'cpu'"):
-            cute_attn.fwd(q, k, v, preset=preset, arch="cpu")
+
+
+def test_v_is_stored_as_the_kernel_reads_it():
+    """By the module's own words; and V's keys come back where they belong."""
+    from cute_attn import fp8_prepare
+    from cute_attn.kernels.common import v_layout
+
+    assert (v_layout.ORDER, v_layout.PAD) == (fp8_prepare.ORDER, fp8_prepare.PAD)
+    assert sorted(v_layout.ORDER) == list(range(v_layout.GROUP))
+    v = rand((2, 37, 3, 16)).to(E4M3)
+    vt = fp8_prepare.transpose_v(v)
+    assert vt.shape == (2, 3, 16, 128) and vt.is_contiguous()
+    for position in (0, 1, 2, 5, 21, 31, 34):
+        key = position // 32 * 32 + v_layout.key_at(position % 32)
+        column = v[:, key].float() if key < 37 else torch.zeros(2, 3, 16)
+        assert torch.equal(vt[..., position].float(), column)
+    assert not vt[..., 64:].float().any()
 
 
 def test_bf16_calls_do_not_pass_through_fp8(monkeypatch):

@@ -9,9 +9,9 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from multiprocessing import get_context
 
-from cute_attn import tuning, tuning_bwd
+from cute_attn import tuning, tuning_bwd, tuning_fp8
 from cute_attn.compile import Config
-from cute_attn.problem import DTYPES, Problem
+from cute_attn.problem import DTYPES, Fp8Problem, Problem
 from cute_attn.tools import cases as c
 from cute_attn.tools.inspect import Resources, cubin_of_object, main_kernel, resources
 from cute_attn.tools.progress import Progress
@@ -46,6 +46,17 @@ def backward_jobs(dtypes: Sequence[str] = tuple(DTYPES.values())) -> list[Job]:
         (Problem(dtype, head_dim, head_dim_v, causal), config)
         for dtype in dtypes
         for head_dim, head_dim_v, config in tuning_bwd.BACKWARD
+        for causal in (False, True)
+    ]
+
+
+def fp8_jobs(dtype: str = "bf16") -> list[Job]:
+    """The same for FP8, of packs as quantize_qkv makes them by default."""
+    tables = (("e4m3", tuning_fp8.FORWARD), (dtype, tuning_fp8.FORWARD_HP))
+    return [
+        (Fp8Problem(dtype, d, dv, causal, v_dtype=v_dtype, v_shift=True), config)
+        for v_dtype, rows in tables
+        for d, dv, config in rows
         for causal in (False, True)
     ]
 
@@ -114,7 +125,8 @@ def say(text: str) -> None:
 
 def describe(problem: Problem) -> str:
     mask = "causal" if problem.causal else "full"
-    return f"{problem.dtype} d{problem.head_dim}/{problem.head_dim_v} {mask}"
+    kind = f"{problem.v_dtype}-" if isinstance(problem, Fp8Problem) else ""
+    return f"{kind}{problem.dtype} d{problem.head_dim}/{problem.head_dim_v} {mask}"
 
 
 def main(argv: Sequence[str]) -> int:

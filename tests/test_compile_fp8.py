@@ -1,0 +1,75 @@
+"""test_compile.py for the FP8 forward: what it is made of, with counts in golden_counts_fp8.json."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from builds import compare_golden, job_id, no_float_maxima
+
+from cute_attn import tuning_fp8
+from cute_attn.config import SMEM_LIMIT, Fp8Config
+from cute_attn.problem import MAX_HEAD_DIM, Fp8Problem
+from cute_attn.tools import inspect
+from cute_attn.tools.compile import fp8_jobs
+
+pytestmark = pytest.mark.compile
+GOLDEN = Path(__file__).with_name("golden_counts_fp8.json")
+slow = pytest.mark.slow
+
+TABLE = fp8_jobs()
+FIRST = [job for job in TABLE if job[0].v_dtype == "e4m3" and job[0].head_dim in (64, 128)]
+BASE = Fp8Problem("bf16", 128, 128, True)
+KNOBS = [
+    (replace(BASE, channels=True, v_shift=True), Fp8Config()),
+    (replace(BASE, fine_k=True), Fp8Config(128, 160)),
+    (replace(BASE, dtype="fp16", negative_scale=True), Fp8Config(128, 224)),
+    (Fp8Problem("bf16", 256, 256, True, channels=True, v_shift=True), Fp8Config(q_slots=2)),
+    (BASE, Fp8Config(64, 128, pingpong=False, schedule="grid")),
+]
+CLASSES = [
+    (problem, tuning_fp8.pick(problem))
+    for v_dtype in ("e4m3", "fp16")
+    for d in range(32, MAX_HEAD_DIM + 1, 32)
+    for dv in (16, d)
+    for problem in [Fp8Problem("bf16", d, dv, True, v_dtype=v_dtype, v_shift=True)]
+]
+
+
+def check(problem, config):
+    with no_float_maxima() as floats:
+        used = inspect.build(problem, config).resources
+    assert not floats
+    assert used.frame == 0 and not used.spills, used
+    assert 0 < used.smem <= SMEM_LIMIT
+    assert used.smem <= config.smem_bytes(problem), "infeasible() would not see it coming"
+    assert bool(used.counts.get("HGMMA")) == (problem.v_dtype != "e4m3")
+    products = [loop.get("QGMMA", 0) for loop in used.loops]
+    of_scores = problem.static().tile_dim // 32
+    of_output = config.tile_n // 32 if problem.v_dtype == "e4m3" else 0
+    assert products and set(products) == {of_scores + of_output}
+    # more would be waits that ptxas puts in because it finds products out of order
+    assert all(loop["WARPGROUP"] <= 4 for loop in used.loops)
+    assert used.registers * config.threads <= 65536
+    return used
+
+
+@pytest.mark.parametrize("job", FIRST, ids=job_id)
+def test_tuning_row(job):
+    compare_golden(GOLDEN, job_id(job), check(*job).golden(), map(job_id, TABLE))
+
+
+@slow
+@pytest.mark.parametrize("job", [job for job in TABLE if job not in FIRST], ids=job_id)
+def test_more_tuning_rows(job):
+    compare_golden(GOLDEN, job_id(job), check(*job).golden(), map(job_id, TABLE))
+
+
+@pytest.mark.parametrize("job", KNOBS[:1])
+def test_factors_of_channels(job):
+    check(*job)
+
+
+@slow
+@pytest.mark.parametrize("job", KNOBS[1:] + CLASSES, ids=job_id)
+def test_more_head_dims_and_knobs(job):
+    check(*job)
