@@ -52,7 +52,7 @@ def fwd(
     config: FwdConfig | None = None,
     arch: str | None = None,
 ) -> "Tensor | tuple[Tensor, Tensor]":
-    """Exact attention, softmax(q k^T * softmax_scale) v, in bf16 or fp16; FP8 on CPU tensors.
+    """Exact attention, softmax(q k^T * softmax_scale) v, in bf16, fp16 or FP8.
 
     q           (batch, seqlen_q, nheads_q, head_dim)
     k           (batch, seqlen_k, nheads_kv, head_dim), nheads_q a multiple of nheads_kv

@@ -6,12 +6,13 @@ about 5 s. A run on a GPU says which kernels it used that are not here.
 """
 
 import os
+from dataclasses import replace
 
 from helpers import BF16, FP16, HEAD_DIMS, sweep_causal
 
-from cute_attn import backward, tuning
+from cute_attn import backward, tuning, tuning_fp8
 from cute_attn import compile as jit
-from cute_attn.problem import DTYPES, Problem
+from cute_attn.problem import DTYPES, Fp8Problem, Problem
 from cute_attn.tools.compile import build_ahead, describe
 
 FEW_TESTS = 20  # that compile what they need by themselves
@@ -62,13 +63,36 @@ def backward_job(problem, deterministic=False):
     return problem, backward.choose_config(problem, None, deterministic)
 
 
+def fp8_jobs():
+    """Of test_fp8_gpu.py: (head_dim, head_dim_v, mask) of packs, and the variants of one class."""
+    packs = [(d, d, c) for d in (64, 128, 256) for c in (False, True)]
+    packs += [(48, 80, False), (192, 128, True)]
+    found = [Fp8Problem("bf16", *p, v_shift=True) for p in packs]
+    found += [Fp8Problem("bf16", 16, 16, True)]
+    found += [Fp8Problem("bf16", 128, 128, c) for c in (False, True)]
+    hp = [(64, 64, True), (128, 128, False), (128, 128, True), (256, 256, True)]
+    hp = [Fp8Problem("bf16", *p, v_dtype="bf16") for p in hp]
+    shifted = Fp8Problem("bf16", 128, 128, True, v_shift=True)
+    found += [replace(p, v_shift=True) for p in hp]
+    found += [replace(hp[2], v_shift=True, fine_k=True), replace(shifted, channels=True)]
+    found += [replace(shifted, causal=False, fine_k=True), replace(shifted, dtype="fp16")]
+    found += [replace(shifted, negative_scale=True)]
+    return [(p.static(), tuning_fp8.pick(p)) for p in found]
+
+
 def jobs_of(items):
     """What the chosen tests need: nothing for a few of them."""
     gpu = [item for item in items if "gpu" in item.keywords]
     if len(gpu) <= FEW_TESTS and not any("head_dim" in item.name for item in gpu):
         return []
+    fp8 = any(item.path.stem == "test_fp8_gpu" for item in gpu)
+    if all(item.path.stem == "test_fp8_gpu" for item in gpu):
+        return sorted({*fp8_jobs()}, key=repr)
     backward = any(item.path.stem in BACKWARD_FILES for item in gpu)
-    return sorted({*forward_jobs(), *(backward_jobs() if backward else ())}, key=repr)
+    return sorted(
+        {*forward_jobs(), *(backward_jobs() if backward else ()), *(fp8_jobs() if fp8 else ())},
+        key=repr,
+    )
 
 
 def compile_ahead(items):
@@ -81,6 +105,8 @@ def compile_ahead(items):
 
 
 def of_table(problem):
+    if isinstance(problem, Fp8Problem):
+        return [tuning_fp8.pick(problem)]
     ours = [backward_job(problem, fixed)[1] for fixed in (False, True)]
     return [tuning.pick(problem), tuning.split(problem), *ours]
 

@@ -1,4 +1,4 @@
-"""test_compile.py for the FP8 forward: what it is made of, with counts in golden_counts_fp8.json."""
+"""test_compile.py for the FP8 forward; counts are in golden_counts_fp8.json."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -25,7 +25,19 @@ INFO_ATTRIBUTES = {0x2F: "registers", 0x11: "frame", 0x12: "min_stack"}
 FATBIN_MAGIC = b"\x50\xed\x55\xba"
 # what the committed counts hold: what the loop computes, moves and waits for
 GOLDEN_OPCODES = (
-    *("HGMMA", "QGMMA", "MUFU.EX2", "FFMA", "FMUL", "FADD", "FMNMX", "FSEL", "F2FP", "SHFL", "VOTE"),
+    *(
+        "HGMMA",
+        "QGMMA",
+        "MUFU.EX2",
+        "FFMA",
+        "FMUL",
+        "FADD",
+        "FMNMX",
+        "FSEL",
+        "F2FP",
+        "SHFL",
+        "VOTE",
+    ),
     *("SYNCS", "BAR", "WARPGROUP", "UTMALDG", "UTMASTG", "REDG", "STL", "LDL", "TOTAL"),
 )
 INSTRUCTION = re.compile(
@@ -112,6 +124,7 @@ def resources(cubin: bytes, sass: str = "", ir: str = "") -> tuple[Resources, ..
 
 def main_kernel(kernels: Sequence[Resources]) -> Resources:
     """The one with matrix products; without counts, the one with the most registers."""
+
     def products(k: Resources) -> int:
         return k.counts.get("HGMMA", 0) + k.counts.get("QGMMA", 0)
 

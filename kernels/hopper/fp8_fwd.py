@@ -54,10 +54,10 @@ class Fp8ForwardSm90(ForwardSm90):
         stream: cuda.CUstream,
     ):
         """As the 16-bit kernel's, but mV in e4m3 is (batch, heads_kv, head_dim_v, padded keys).
-        In fp32, 0 strides welcome: mQScale (batch, groups of q_heads query heads, seqlen_q), mKScale
-        (batch, heads_kv, groups of 2^k_shift KV blocks, or of 16 keys where problem.fine_k), mVScale
-        and mVShift (batch, heads_kv, head_dim_v), channels next to each other where the problem has
-        them, mQDot (batch, heads_q, seqlen_q)."""
+        In fp32, 0 strides welcome: mQScale (batch, groups of q_heads query heads, seqlen_q),
+        mKScale (batch, heads_kv, groups of 2^k_shift KV blocks, or of 16 keys where
+        problem.fine_k), mVScale and mVShift (batch, heads_kv, head_dim_v), channels next to each
+        other where the problem has them, mQDot (batch, heads_q, seqlen_q)."""
         q, k, o = (reordered(t, ROWS) for t in (mQ, mK, mO))
         v = reordered(mV, COLUMNS if const_expr(self.dtypes.v.width == 8) else ROWS)
         per_head = [reordered(t, LSE) for t in (mQScale, mKScale, mVScale, mVShift, mQDot)]

@@ -17,8 +17,8 @@ from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from cute_attn.kernels.common.layout import acc_as_rows
-from cute_attn.kernels.common.merge import pair_at
 from cute_attn.kernels.common.mask import keys_seen, mask_scores
+from cute_attn.kernels.common.merge import pair_at
 from cute_attn.kernels.common.softmax import LN_2
 from cute_attn.kernels.hopper import epilogue
 from cute_attn.kernels.hopper.gemm import STEP, STEP_8, gemm

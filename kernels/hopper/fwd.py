@@ -111,7 +111,9 @@ class ForwardSm90:
     def kernel(self, x: Inputs, mmas: Mmas, shape: Shape, scale_log2: Float32):
         cfg, problem = self.cfg, self.problem
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        shared = cutlass.memory.SmemAllocator().allocate(storage.storage_struct(cfg, self.dtypes, x))
+        shared = cutlass.memory.SmemAllocator().allocate(
+            storage.storage_struct(cfg, self.dtypes, x)
+        )
         smem = storage.smem_tensors(shared, self.dtypes, x)
         pipes = storage.make_pipelines(cfg, self.dtypes, shared, x)
         consumer_regs, producer_regs = cfg.registers

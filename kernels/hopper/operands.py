@@ -52,7 +52,9 @@ class Inputs(NamedTuple):
     k: TmaOperand
     v: TmaOperand
     o: TmaOperand
-    gQ: cute.Tensor | None  # (seqlen_q, head_dim, head, batch), read outside TMA in rare branches only
+    gQ: (
+        cute.Tensor | None
+    )  # (seqlen_q, head_dim, head, batch), read outside TMA in rare branches only
     gK: cute.Tensor | None  # (seqlen_k, head_dim, kv_head, batch)
     gV: cute.Tensor | None  # (seqlen_k, head_dim_v, kv_head, batch)
     lse: cute.Tensor  # (seqlen_q, head, batch)

@@ -1,0 +1,212 @@
+"""The FP8 kernels against the CPU path and against fp64 on the same operands; about a minute."""
+
+import math
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from fp8_oracle import E4M3
+from helpers import BF16, FP16
+
+import cute_attn
+from cute_attn.config import Fp8Config
+from cute_attn.quantize import QuantizedQKV
+from cute_attn.reference_fp8 import _of_blocks, _of_channels, _of_rows, attention_fp8
+
+pytestmark = pytest.mark.gpu
+INF = math.inf
+LSE = 2e-3  # the tensor core adds up products of 8 bits in less than fp32
+# (b, sq, sk, hq, hk, d, dv, causal, what quantize_qkv is told)
+CASES = [
+    (2, 200, 300, 4, 2, 64, 64, False, {}),
+    (2, 200, 300, 4, 2, 64, 64, True, {}),
+    (1, 333, 1025, 4, 1, 128, 128, False, {}),
+    (1, 333, 1025, 4, 1, 128, 128, True, {}),
+    (1, 130, 500, 2, 2, 256, 256, False, {}),
+    (1, 130, 500, 2, 2, 256, 256, True, {}),
+    (1, 1, 1, 1, 1, 128, 128, False, {}),
+    (1, 300, 100, 2, 1, 64, 64, True, {}),  # rows without a key
+    (1, 100, 2000, 2, 2, 128, 128, True, {"k_block": 512}),
+    (1, 100, 2000, 2, 2, 128, 128, True, {"k_block": 384}),
+    (1, 100, 700, 2, 2, 128, 128, True, {"k_block": "head"}),
+    (1, 100, 700, 2, 2, 128, 128, False, {"k_block": 48}),
+    (1, 100, 700, 2, 2, 128, 128, True, {"v_scales": "channel"}),
+    (1, 100, 200, 2, 2, 48, 80, False, {}),
+    (1, 100, 200, 2, 1, 16, 16, True, {"v_shift": False, "k_shift": False}),
+    (1, 100, 300, 2, 2, 192, 128, True, {}),
+    (2, 200, 300, 4, 2, 64, 64, True, {"preset": "fp8_hp"}),
+    (1, 333, 1025, 4, 1, 128, 128, False, {"preset": "fp8_hp"}),
+    (1, 333, 1025, 4, 1, 128, 128, True, {"preset": "fp8_hp", "k_block": 64}),
+    (1, 130, 500, 2, 2, 256, 256, True, {"preset": "fp8_hp"}),
+]
+
+
+def random(*shape, seed):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(BF16)
+
+
+def made(case, dtype=BF16):
+    b, sq, sk, hq, hk, d, dv, _, options = case
+    q, k = random(b, sq, hq, d, seed=1), random(b, sk, hk, d, seed=2)
+    v = random(b, sk, hk, dv, seed=3) + 0.3
+    return cute_attn.quantize_qkv(q.to(dtype), k.to(dtype), v.to(dtype), **options)
+
+
+def moved(pack, device="cuda"):
+    tensors = {f.name: getattr(pack, f.name) for f in fields(pack)}
+    return replace(pack, **{n: t.to(device) for n, t in tensors.items() if torch.is_tensor(t)})
+
+
+def exact(pack, causal, scale):
+    """(out, lse) of the quantised operands in fp64."""
+    q, k, v = (t.double() for t in (pack.q.float(), pack.k.float(), pack.v.float()))
+    sq, sk, group = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
+    three = pack.k_descale is not None and pack.k_descale.dim() == 3
+    block = pack.k_block if three else sk
+    of_k = _of_blocks(pack.k_descale, q, k, -(-sk // block)).repeat_interleave(block, 2)[..., :sk]
+    factor = _of_rows(pack.q_descale, q, k).double().unsqueeze(3) * of_k.double().unsqueeze(2)
+    S = torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(group, 2)) * factor * scale
+    if causal:
+        S.masked_fill_(~torch.ones(sq, sk, dtype=torch.bool).tril(sk - sq), -INF)
+    lse = S.logsumexp(-1)
+    P = torch.softmax(S, -1).nan_to_num(0.0)
+    out = torch.einsum("bhqk,bkhd->bqhd", P, v.repeat_interleave(group, 2))
+    out = out * _of_channels(pack.v_descale, q, v).transpose(1, 2)
+    if pack.v_shift is not None:
+        out = out + _of_channels(pack.v_shift, q, v, shift=True).transpose(1, 2)
+    empty = (lse == -INF).transpose(1, 2).unsqueeze(3)
+    if pack.q_dot_k_shift is not None:
+        lse = lse + scale * pack.q_dot_k_shift
+    return out.masked_fill(empty, 0.0), lse
+
+
+def compare(pack, causal, scale=None, dtype=BF16, config=None):
+    number = pack.q.shape[3] ** -0.5 if scale is None else scale
+    out, lse = cute_attn.fwd(
+        moved(pack),
+        causal=causal,
+        softmax_scale=scale,
+        out_dtype=dtype,
+        return_lse=True,
+        config=config,
+    )
+    again = cute_attn.fwd(
+        moved(pack), causal=causal, softmax_scale=scale, out_dtype=dtype, config=config
+    )
+    assert torch.equal(out, again), "not the same bits twice"
+    out, lse = out.cpu(), lse.cpu()
+    want, want_lse = exact(pack, causal, number)
+    cpu, _ = attention_fp8(pack, causal=causal, softmax_scale=number, out_dtype=dtype)
+    size = want.norm().clamp(min=1e-30)
+    error, others = ((x.double() - want).norm() / size for x in (out, cpu))
+    assert error <= 1.1 * others + 1e-3, (error, others)
+    assert torch.equal(torch.isneginf(lse), torch.isneginf(want_lse))
+    seen = ~torch.isneginf(lse)
+    assert ((lse - want_lse)[seen].abs() <= LSE + 1e-4 * want_lse[seen].abs()).all()
+    assert not out.transpose(1, 2)[~seen].any()
+    return out, lse
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: f"d{c[5]}v{c[6]}-{'c' if c[7] else 'f'}")
+def test_head_dims_masks_and_factors(case):
+    compare(made(case), case[7])
+
+
+def test_out_in_fp16():
+    case = CASES[3]
+    compare(made(case, FP16), True, dtype=FP16)
+
+
+@pytest.mark.parametrize("scale", [-0.1, 0.0, 1.0])
+def test_scales(scale):
+    compare(made(CASES[3]), True, scale)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [Fp8Config(128, 224), Fp8Config(128, 160, pingpong=False), Fp8Config(64, 128, schedule="grid")],
+)
+def test_configs(config):
+    """Blocks that factors of 128 keys do not go into, and a last block past V's padding."""
+    compare(made(CASES[3]), True, config=config)
+
+
+def flash_attention_3(q_heads=4, kv_heads=2):
+    """Its convention, and everything strided."""
+    q, k, v = (
+        random(2, s, h, 192, seed=s)[..., 32:160].to(E4M3)
+        for s, h in ((100, q_heads), (300, kv_heads), (301, kv_heads))
+    )
+    v = v[:, 1:]
+    scales = torch.rand(3, 2, kv_heads, generator=torch.Generator().manual_seed(5)) + 0.5
+    return q, k, v, scales
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_flash_attention_3_convention(causal):
+    q, k, v, scales = flash_attention_3()
+    pack = QuantizedQKV(q, k, v, *scales, 128, "fp8", BF16, *[None] * 5)
+    want, _ = compare(pack, causal)
+    descales = {f"{n}_descale": s.cuda() for n, s in zip("qkv", scales)}
+    args = (q.cuda(), k.cuda(), v.cuda())
+    out = torch.empty(2, 4, 100, 128, dtype=BF16, device="cuda").transpose(1, 2)
+    assert cute_attn.fwd(*args, causal=causal, **descales, out=out) is out
+    assert torch.equal(out.cpu(), want)
+    expanded = {n: s[:, :, None].expand(2, 2, 2)[..., 1] for n, s in descales.items()}
+    assert torch.equal(cute_attn.fwd(*args, causal=causal, **expanded).cpu(), want)
+
+
+def test_no_factors_and_factors_of_one():
+    q, k, v, _ = (t.cuda() for t in flash_attention_3())
+    one = torch.ones(1, device="cuda")
+    plain = cute_attn.fwd(q, k, v)
+    assert torch.equal(plain, cute_attn.fwd(q, k, v, q_descale=one, k_descale=one, v_descale=one))
+    for name in ("q_descale", "k_descale", "v_descale"):
+        assert not torch.equal(plain, cute_attn.fwd(q, k, v, **{name: 1.5 * one})), name
+
+
+@pytest.mark.parametrize("preset", ["fp8", "fp8_hp"])
+def test_16_bit_tensors_are_quantised(preset):
+    q, k, v = (random(2, 300, 2, 128, seed=s).cuda() for s in range(3))
+    out, lse = cute_attn.fwd(q, k, v, causal=True, preset=preset, return_lse=True)
+    full, full_lse = cute_attn.fwd(q, k, v, causal=True, return_lse=True)
+    assert (out - full).float().norm() / full.float().norm() < 0.06
+    assert (lse - full_lse).abs().max() < 0.1
+
+
+def test_empty():
+    q, k, v, _ = (t.cuda() for t in flash_attention_3())
+    out, lse = cute_attn.fwd(q, k[:, :0], v[:, :0], return_lse=True)
+    assert not out.any() and torch.isneginf(lse).all()
+    assert cute_attn.fwd(q[:, :0], k, v).shape == (2, 0, 4, 128)
+
+
+def test_mean_of_v_survives_long_sequences():
+    """q = 0: out is V's mean, however many keys; the tensor core's sums are not fp32's."""
+    for seqlen in (4096, 65536):
+        v = (1 + 0.05 * random(1, seqlen, 1, 128, seed=7).float()).to(E4M3).cuda()
+        q = torch.zeros(1, 64, 1, 128, dtype=E4M3, device="cuda")
+        out = cute_attn.fwd(q, v, v).double().mean()
+        assert abs(out / v.double().mean() - 1) < 0.01
+
+
+def test_nan_stays_in_its_row():
+    case = CASES[2]
+    pack = made(case)
+    codes = pack.q.view(torch.uint8).clone()
+    codes[0, 5, 1, 3] = 0x7F
+    out = cute_attn.fwd(moved(replace(pack, q=codes.view(E4M3)))).cpu()
+    nan = torch.isnan(out).any(-1)
+    assert nan[0, 5, 1] and nan.sum() == 1
+
+
+def test_in_a_graph():
+    q, k, v, _ = (t.cuda() for t in flash_attention_3())
+    want = cute_attn.fwd(q, k, v)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = cute_attn.fwd(q, k, v)
+    for _ in range(2):
+        got.zero_()
+        graph.replay()
+        assert torch.equal(got, want)
