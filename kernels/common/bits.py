@@ -6,7 +6,7 @@ import struct
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int16, Int32
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T
 
@@ -29,6 +29,18 @@ def bits_of(value: float) -> int:
 def fma(a: Float32, b: Float32, c: Float32) -> Float32:
     """a * b + c, rounded once."""
     return Float32(llvm.intr_fma(*(Float32(x).ir_value() for x in (a, b, c))))
+
+
+def e4m3_pair(low: Float32, high: Float32) -> Int16:
+    """Both rounded to e4m3, what is too large to 448."""
+    asm = "cvt.rn.satfinite.e4m3x2.f32 $0, $1, $2;"
+    values = [Float32(x).ir_value() for x in (high, low)]
+    return Int16(llvm.inline_asm(T.i16(), values, asm, "=h,f,f", has_side_effects=False))
+
+
+def joined(low: Int16, high: Int16) -> Int32:
+    words = [llvm.zext(T.i32(), Int16(x).ir_value()) for x in (low, high)]
+    return Int32(words[0]) | Int32(words[1]) << 16
 
 
 def largest(values: cute.Tensor) -> Float32:

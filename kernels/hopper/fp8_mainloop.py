@@ -16,7 +16,8 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
-from cute_attn.kernels.common.layout import acc_as_rows
+from cute_attn.kernels.common.bits import e4m3_pair, joined
+from cute_attn.kernels.common.layout import acc_as_operand_a, acc_as_rows
 from cute_attn.kernels.common.mask import keys_seen, mask_scores
 from cute_attn.kernels.common.merge import pair_at
 from cute_attn.kernels.common.softmax import LN_2
@@ -63,15 +64,16 @@ class Fp8Consumer(Consumer):
         return found
 
     @cute.jit
-    def weigh(self, acc_S, block: Int32) -> Boolean:
-        return self.softmax.exact_fp8(acc_S, self.factors(block))
+    def weigh_masked(self, acc_S, rows: Rows, block: Int32):
+        self.weigh_masked_by(acc_S, rows, block, self.factors(block))
+        self.softmax.add()
 
     @cute.jit
-    def weigh_masked(self, acc_S, rows: Rows, block: Int32) -> Boolean:
+    def weigh_masked_by(self, acc_S, rows: Rows, block: Int32, factors: cute.Tensor) -> Boolean:
         key = block * self.cfg.tile_n
         if keys_seen(self.problem, rows.first, self.shape) < key + self.cfg.tile_n:
             mask_scores(self.problem, acc_S, self.f.cS, rows.first, key, self.shape)
-        return self.weigh(acc_S, block)
+        return self.softmax.exact_fp8(acc_S, factors, 0)
 
     @cute.jit
     def begin(self, q, k, v, tile: Tile, rows: Rows):
@@ -89,28 +91,54 @@ class Fp8Consumer(Consumer):
 
     @cute.jit
     def masked_block(self, q, k, v, rows: Rows, block: Int32):
+        factors = self.factors(block)  # loaded while the products run
         acc_S, k = self.products(q, k, v)
-        moved = self.weigh_masked(acc_S, rows, block)
+        moved = self.weigh_masked_by(acc_S, rows, block, factors)
         v = self.take_up(acc_S, v, moved)
         return k, v
 
     @cute.jit
     def block(self, q, k, v, block: Int32):
+        factors = self.factors(block)
         acc_S, k = self.products(q, k, v)
-        moved = self.weigh(acc_S, block)
+        moved = self.softmax.exact_fp8(acc_S, factors, self.cfg.poly)
         v = self.take_up(acc_S, v, moved)
         return k, v
 
     @cute.jit
     def take_up(self, acc_S, v, moved: Boolean):
-        """The product before is there: O and P are free."""
+        """Once the product before is there, O and P are free."""
+        early = const_expr(self.cfg.early_cast and self.f.P.element_type.width == 8)
+        pairs = self.cast_pairs(acc_S) if early else None
+        self.softmax.add()
+        if moved:  # has a wait of its own: ptxas moves one without a branch up, before the weights
+            self.rescale()
         warpgroup.wait_group(0)
         self.pipes.v.consumer_release(v)
         v.advance()
-        self.keep_weights(acc_S)
-        if moved:
-            self.softmax.rescale(self.f.acc_O)
+        if const_expr(early):
+            P = cute.recast_tensor(self.f.P, Int32)
+            for i in cutlass.range_constexpr(cute.size(P)):
+                P[i] = joined(pairs[2 * i], pairs[2 * i + 1])
+        else:
+            self.keep_weights(acc_S)
         return v
+
+    @cute.jit
+    def rescale(self):
+        warpgroup.wait_group(0)
+        self.softmax.add_fixed()
+        self.softmax.rescale(self.f.acc_O)
+
+    @cute.jit
+    def cast_pairs(self, acc_S) -> cute.Tensor:
+        """P in e4m3 but not yet in the registers that the product before still reads. ptxas would
+        make whole words in those, and then have products wait for each other."""
+        S = acc_as_operand_a(acc_S, 8)
+        pairs = cute.make_rmem_tensor(cute.size(S) // 2, cutlass.Int16)
+        for i in cutlass.range_constexpr(cute.size(pairs)):
+            pairs[i] = e4m3_pair(S[2 * i], S[2 * i + 1])
+        return pairs
 
     @cute.jit
     def blocks(self, q, k, v, tile: Tile, rows: Rows, rough: Boolean):
