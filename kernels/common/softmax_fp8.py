@@ -12,11 +12,13 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
-from cute_attn.kernels.common.bits import bits, fma, from_bits
-from cute_attn.kernels.common.layout import acc_as_rows
+from cute_attn.kernels.common.bits import bits, bits_of, e4m3_pair, fma, from_bits
+from cute_attn.kernels.common.layout import acc_as_operand_a, acc_as_rows
 from cute_attn.kernels.common.softmax import OnlineSoftmax
 
 OFFSET = 8.0  # log2 of the largest weight, of e4m3 ones
+OFFSET_LATE = 5.0  # the same where references stay as they are until a weight passes
+LARGEST = 448.0  # number of e4m3
 TINY = 1e-37  # a factor of 0 would make NaN of what the mask has made -inf
 
 ROUND = 1.5 * 2.0**23  # added and taken off, it rounds to an integer, which is left in its low bits
@@ -29,30 +31,88 @@ class Fp8Softmax(OnlineSoftmax):
     old: cute.Tensor  # (2,) log2 of fix
     new: cute.Tensor  # (2,) sum of the block's weights
     before: cute.Tensor  # (2,) row_sum without them
+    room: cute.Tensor  # (2,) how far above the maximum the reference is to be
+    exact_max: bool
 
     @property
     def offset(self) -> float:
-        return OFFSET if self.problem.v_dtype == "e4m3" else 0.0
+        if self.problem.v_dtype != "e4m3":
+            return 0.0
+        return OFFSET if self.exact_max else OFFSET_LATE
 
     @cute.jit
-    def exact_fp8(
-        self, acc_S: cute.Tensor, factors: cute.Tensor, poly: cutlass.Constexpr[int]
-    ) -> Boolean:
-        """Scores become weights against the new row maximum; whether a reference moved. factors: of the block, or of every 16 of its keys."""
-        S, new = acc_as_rows(acc_S), cute.make_rmem_tensor(2, Float32)
+    def prepare(self, acc_S: cute.Tensor, factors: cute.Tensor):
+        """The factor of a row, from those of the block or of every 16 of its keys."""
+        S, scales = acc_as_rows(acc_S), cute.make_rmem_tensor(2, Float32)
         self._negate_if_asked(S)
-        moved = Boolean(False)
         factor = factors[0]
         if const_expr(self.problem.fine_k):
             self.scale_columns(S, factors)
             factor = Float32(1.0)
         for r in cutlass.range_constexpr(2):
-            old = self.ref[r]
             scale = self.scale[r] * factor
-            scale = Float32(TINY) if scale < TINY else scale  # a NaN stays
+            scales[r] = Float32(TINY) if scale < TINY else scale  # a NaN stays
+        return scales
+
+    @cute.jit
+    def late_fp8(
+        self, acc_S: cute.Tensor, pairs: cute.Tensor, scales, poly: cutlass.Constexpr[int]
+    ) -> Boolean:
+        """Weights of e4m3 against the references as they are, beside the scores; whether one may
+        be too large for its type, in this warp. All of a sum below the largest are below it too."""
+        S, sums = acc_as_operand_a(acc_S, 8), cute.make_rmem_tensor(4, Float32)
+        sums.fill(0.0)
+        for i in cutlass.range_constexpr(cute.size(pairs)):
+            r, w = i // 2 % 2, cute.make_rmem_tensor(2, Float32)
+            for j in cutlass.range_constexpr(2):
+                n = i // 4 * 4 + i % 2 * 2 + j  # in its row
+                x = fma(S[2 * i + j], scales[r], self.offset - self.ref[r])
+                if const_expr((n + 1) * poly // 8 > n * poly // 8):
+                    w[j] = exp2_poly(x, True)
+                else:
+                    w[j] = cute.math.exp2(x, fastmath=True)
+                sums[2 * r + j] = sums[2 * r + j] + w[j]
+            pairs[i] = e4m3_pair(w[0], w[1])
+        over = Boolean(False)
+        for r in cutlass.range_constexpr(2):
+            self.new[r] = sums[2 * r] + sums[2 * r + 1]
+            over = over | (bits(self.new[r]) > Int32(bits_of(LARGEST)))
+        return cute.arch.vote_any_sync(over)
+
+    @cute.jit
+    def exact_fp8(
+        self, acc_S: cute.Tensor, scales: cute.Tensor, poly: cutlass.Constexpr[int]
+    ) -> Boolean:
+        """Scores become weights against the new row maximum; whether a reference moved."""
+        return self.weigh_all(acc_S, scales, poly, False)
+
+    @cute.jit
+    def after_late(self, acc_S: cute.Tensor, scales: cute.Tensor) -> Boolean:
+        """The same where late_fp8 found sums too large. If no weight is, there are many alike, and
+        a higher reference lets the next ones pass; the small ones that this loses are of no weight
+        beside them."""
+        for r in cutlass.range_constexpr(2):
+            top = cute.arch.warp_reduction(bits(self.new[r]), lambda a, b: cutlass.max(a, b), threads_in_group=4)
+            self.room[r] = Float32(2.0) if top > Int32(bits_of(LARGEST)) else Float32(0.0)
+        return self.weigh_all(acc_S, scales, 0, True)
+
+    @cute.jit
+    def weigh_all(
+        self,
+        acc_S: cute.Tensor,
+        scales: cute.Tensor,
+        poly: cutlass.Constexpr[int],
+        crowded: cutlass.Constexpr[bool],
+    ) -> Boolean:
+        S, moved = acc_as_rows(acc_S), Boolean(False)
+        for r in cutlass.range_constexpr(2):
+            old = self.ref[r]
+            scale = scales[r]
             peak = S[r, None].load().reduce(cute.ReductionOp.MAX, -Float32.inf, 0)
             peak = cute.arch.warp_reduction_max(peak, threads_in_group=4)
             top = cute.arch.fmax(peak * scale, old)
+            if const_expr(crowded):
+                top = top + self.room[r] if top - old < 3.0 else top
             safe = Float32(0.0) if top == -Float32.inf else top  # a row may have seen no key yet
             self.old[r] = old - safe
             self.ref[r] = top
@@ -73,6 +133,13 @@ class Fp8Softmax(OnlineSoftmax):
         for r in cutlass.range_constexpr(2):
             self.fix[r] = cute.math.exp2(self.old[r], fastmath=True)
             self.row_sum[r] = self.before[r] * self.fix[r] + self.new[r]
+
+    @cute.jit
+    def lower_sums(self):
+        """Before add."""
+        for r in cutlass.range_constexpr(2):
+            self.fix[r] = cute.math.exp2(self.old[r], fastmath=True)
+            self.row_sum[r] = self.row_sum[r] * self.fix[r]
 
     @cute.jit
     def scale_columns(self, S: cute.Tensor, factors: cute.Tensor):
@@ -118,9 +185,11 @@ class Fp8Softmax(OnlineSoftmax):
 
 
 @cute.jit
-def exp2_poly(x: Float32) -> Float32:
-    """2^x on the units that multiply and add; 2^-120 at least."""
+def exp2_poly(x: Float32, bounded: cutlass.Constexpr[bool] = False) -> Float32:
+    """2^x on the units that multiply and add; 2^-120 at least, and if asked 2^120 at most."""
     x = Float32(-120.0) if x < -120.0 else x  # a NaN stays
+    if const_expr(bounded):
+        x = Float32(120.0) if x > 120.0 else x
     shifted = x + ROUND
     f = x - (shifted - ROUND)
     p = Float32(POLY[-1])
@@ -129,7 +198,7 @@ def exp2_poly(x: Float32) -> Float32:
     return from_bits(bits(p) + (bits(shifted) << 23))
 
 
-def make_fp8_softmax(problem, scale_log2: Float32) -> Fp8Softmax:
-    ref, row_sum, fix, unit, *more = (cute.make_rmem_tensor(2, Float32) for _ in range(8))
+def make_fp8_softmax(cfg, problem, scale_log2: Float32) -> Fp8Softmax:
+    ref, row_sum, fix, unit, *more = (cute.make_rmem_tensor(2, Float32) for _ in range(9))
     limit, raises = (cute.make_rmem_tensor(2, Int32) for _ in range(2))
-    return Fp8Softmax(ref, row_sum, fix, unit, limit, raises, scale_log2, problem, *more)
+    return Fp8Softmax(ref, row_sum, fix, unit, limit, raises, scale_log2, problem, *more, cfg.exact_max)

@@ -26,6 +26,8 @@ from cute_attn.kernels.hopper.gemm import STEP, STEP_8, gemm
 from cute_attn.kernels.hopper.mainloop import OUTPUT_BARRIER, Consumer, Rows
 from cute_attn.kernels.hopper.operands import Tile
 
+FAILURES = 6  # blocks of a tile that may need their maximum before all others are given one
+
 
 @dataclass(frozen=True)
 class Fp8Consumer(Consumer):
@@ -47,6 +49,22 @@ class Fp8Consumer(Consumer):
         step = STEP_8 if const_expr(f.P.element_type.width == 8) else STEP
         V = f.rV[None, None, None, v.index]
         gemm(f.mmas.pv, f.acc_O, f.P, V, self.cfg.tile_n // step, zero=False)
+
+    @cute.jit
+    def products(self, q, k, v):
+        """As Consumer's, but where turns are taken for weights, on return it is this warpgroup's."""
+        if const_expr(self.cfg.turns == "products"):
+            return Consumer.products(self, q, k, v)
+        acc_S = self.scores()
+        self.pipes.k.consumer_wait(k)
+        self.issue_qk(acc_S, q.index, k)
+        self.pipes.v.consumer_wait(v)
+        self.issue_pv(v)
+        warpgroup.wait_group(1)
+        self.take_token()
+        self.pipes.k.consumer_release(k)
+        k.advance()
+        return acc_S, k
 
     @cute.jit
     def factors(self, block: Int32) -> cute.Tensor:
@@ -73,7 +91,7 @@ class Fp8Consumer(Consumer):
         key = block * self.cfg.tile_n
         if keys_seen(self.problem, rows.first, self.shape) < key + self.cfg.tile_n:
             mask_scores(self.problem, acc_S, self.f.cS, rows.first, key, self.shape)
-        return self.softmax.exact_fp8(acc_S, factors, 0)
+        return self.softmax.exact_fp8(acc_S, self.softmax.prepare(acc_S, factors), 0)
 
     @cute.jit
     def begin(self, q, k, v, tile: Tile, rows: Rows):
@@ -101,28 +119,79 @@ class Fp8Consumer(Consumer):
     def block(self, q, k, v, block: Int32):
         factors = self.factors(block)
         acc_S, k = self.products(q, k, v)
-        moved = self.softmax.exact_fp8(acc_S, factors, self.cfg.poly)
+        scales = self.softmax.prepare(acc_S, factors)
+        moved = self.softmax.exact_fp8(acc_S, scales, self.cfg.poly)
         v = self.take_up(acc_S, v, moved)
         return k, v
+
+    @cute.jit
+    def late_block(self, q, k, v, block: Int32, failures: Int32):
+        """block without a maximum, while this warp has seldom needed one."""
+        factors = self.factors(block)
+        acc_S, k = self.products(q, k, v)
+        scales = self.softmax.prepare(acc_S, factors)
+        pairs = cute.make_rmem_tensor(cute.size(acc_S) // 2, cutlass.Int16)
+        pairs.fill(0)
+        self.softmax.new.fill(0.0)
+        over = Boolean(True)
+        if failures < FAILURES:
+            over = self.softmax.late_fp8(acc_S, pairs, scales, self.cfg.poly)
+        if over:
+            failures += 1
+            self.after_late(acc_S, pairs, scales)
+        self.softmax.add()
+        v = self.release_v(v)
+        self.join(pairs)
+        return k, v, failures
+
+    @cute.jit
+    def after_late(self, acc_S, pairs, scales):
+        moved = self.softmax.after_late(acc_S, scales)
+        self.cast_into(pairs, acc_S)
+        warpgroup.wait_group(0)
+        if moved:
+            self.softmax.lower_sums()
+            self.softmax.rescale(self.f.acc_O)
 
     @cute.jit
     def take_up(self, acc_S, v, moved: Boolean):
         """Once the product before is there, O and P are free."""
         early = const_expr(self.cfg.early_cast and self.f.P.element_type.width == 8)
-        pairs = self.cast_pairs(acc_S) if early else None
+        pairs = cute.make_rmem_tensor(cute.size(acc_S) // 2, cutlass.Int16)
+        if const_expr(early):
+            self.cast_into(pairs, acc_S)
         self.softmax.add()
         if moved:  # has a wait of its own: ptxas moves one without a branch up, before the weights
             self.rescale()
-        warpgroup.wait_group(0)
-        self.pipes.v.consumer_release(v)
-        v.advance()
+        v = self.release_v(v)
         if const_expr(early):
-            P = cute.recast_tensor(self.f.P, Int32)
-            for i in cutlass.range_constexpr(cute.size(P)):
-                P[i] = joined(pairs[2 * i], pairs[2 * i + 1])
+            self.join(pairs)
         else:
             self.keep_weights(acc_S)
         return v
+
+    @cute.jit
+    def release_v(self, v):
+        if const_expr(self.cfg.turns == "weights"):
+            self.pass_token()
+        warpgroup.wait_group(0)
+        self.pipes.v.consumer_release(v)
+        v.advance()
+        return v
+
+    @cute.jit
+    def cast_into(self, pairs: cute.Tensor, acc_S):
+        """P in e4m3, but not yet in the registers that the product before still reads: if those
+        were written, ptxas would have products wait for each other."""
+        S = acc_as_operand_a(acc_S, 8)
+        for i in cutlass.range_constexpr(cute.size(pairs)):
+            pairs[i] = e4m3_pair(S[2 * i], S[2 * i + 1])
+
+    @cute.jit
+    def join(self, pairs: cute.Tensor):
+        P = cute.recast_tensor(self.f.P, Int32)
+        for i in cutlass.range_constexpr(cute.size(P)):
+            P[i] = joined(pairs[2 * i], pairs[2 * i + 1])
 
     @cute.jit
     def rescale(self):
@@ -131,21 +200,16 @@ class Fp8Consumer(Consumer):
         self.softmax.rescale(self.f.acc_O)
 
     @cute.jit
-    def cast_pairs(self, acc_S) -> cute.Tensor:
-        """P in e4m3 but not yet in the registers that the product before still reads. ptxas would
-        make whole words in those, and then have products wait for each other."""
-        S = acc_as_operand_a(acc_S, 8)
-        pairs = cute.make_rmem_tensor(cute.size(S) // 2, cutlass.Int16)
-        for i in cutlass.range_constexpr(cute.size(pairs)):
-            pairs[i] = e4m3_pair(S[2 * i], S[2 * i + 1])
-        return pairs
-
-    @cute.jit
     def blocks(self, q, k, v, tile: Tile, rows: Rows, rough: Boolean):
         for i in cutlass.range(rows.end - 1 - rows.full, unroll=1):
             k, v = self.masked_block(q, k, v, rows, rows.end - 2 - i)
-        for i in cutlass.range(rows.full - rows.begin, unroll=1):
-            k, v = self.block(q, k, v, rows.full - 1 - i)
+        if const_expr(self.cfg.exact_max or self.problem.v_dtype != "e4m3"):
+            for i in cutlass.range(rows.full - rows.begin, unroll=1):
+                k, v = self.block(q, k, v, rows.full - 1 - i)
+        else:
+            failures = Int32(0)
+            for i in cutlass.range(rows.full - rows.begin, unroll=1):
+                k, v, failures = self.late_block(q, k, v, rows.full - 1 - i, failures)
         return k, v
 
     @cute.jit
