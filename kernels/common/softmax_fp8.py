@@ -92,7 +92,9 @@ class Fp8Softmax(OnlineSoftmax):
         a higher reference lets the next ones pass; the small ones that this loses are of no weight
         beside them."""
         for r in cutlass.range_constexpr(2):
-            top = cute.arch.warp_reduction(bits(self.new[r]), lambda a, b: cutlass.max(a, b), threads_in_group=4)
+            top = cute.arch.warp_reduction(
+                bits(self.new[r]), lambda a, b: cutlass.max(a, b), threads_in_group=4
+            )
             self.room[r] = Float32(2.0) if top > Int32(bits_of(LARGEST)) else Float32(0.0)
         return self.weigh_all(acc_S, scales, 0, True)
 
@@ -201,4 +203,6 @@ def exp2_poly(x: Float32, bounded: cutlass.Constexpr[bool] = False) -> Float32:
 def make_fp8_softmax(cfg, problem, scale_log2: Float32) -> Fp8Softmax:
     ref, row_sum, fix, unit, *more = (cute.make_rmem_tensor(2, Float32) for _ in range(9))
     limit, raises = (cute.make_rmem_tensor(2, Int32) for _ in range(2))
-    return Fp8Softmax(ref, row_sum, fix, unit, limit, raises, scale_log2, problem, *more, cfg.exact_max)
+    return Fp8Softmax(
+        ref, row_sum, fix, unit, limit, raises, scale_log2, problem, *more, cfg.exact_max
+    )

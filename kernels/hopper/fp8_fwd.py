@@ -98,7 +98,8 @@ class Fp8ForwardSm90(ForwardSm90):
         return TmaOperand(atom, coords, layout)
 
     def consumer(self, x, smem, f, pipes, shape, scale_log2):
-        softmax, at = make_fp8_softmax(self.cfg, self.problem, scale_log2), cute.make_rmem_tensor(2, Int32)
+        softmax = make_fp8_softmax(self.cfg, self.problem, scale_log2)
+        at = cute.make_rmem_tensor(2, Int32)
         return Fp8Consumer(self.cfg, self.problem, x, smem, f, softmax, pipes, shape, at)
 
 

@@ -52,7 +52,7 @@ class Fp8Consumer(Consumer):
 
     @cute.jit
     def products(self, q, k, v):
-        """As Consumer's, but where turns are taken for weights, on return it is this warpgroup's."""
+        """Consumer's; where turns are taken for weights, on return it is this warpgroup's."""
         if const_expr(self.cfg.turns == "products"):
             return Consumer.products(self, q, k, v)
         acc_S = self.scores()
