@@ -4,6 +4,7 @@
     python scripts/report.py --check            # 1 if a table is not what the records say
     python scripts/report.py --plot docs/forward.svg
     python scripts/report.py --plot docs/backward.svg --backward
+    python scripts/report.py --plot docs/fp8.svg --fp8
 
 Tables stand between `<!-- report:NAME -->` and `<!-- /report -->`. Records of several runs are
 put together: the median of the rates, the geometric mean of the ratios. A cell takes the runs of
@@ -23,7 +24,7 @@ from cute_attn.tools.records import ROOT
 
 PLACES = ("README.md", "docs/measured.md")
 MARKERS = re.compile(r"(<!-- report:(\w+) -->\n)(.*?)(<!-- /report -->)", re.S)
-PEERS = ("cudnn", "fa2", "fa3", "fa4")
+PEERS = ("cudnn", "fa2", "fa3", "fa4", "bf16", "quantise+ours")
 DATA_NAME = {
     "normal": "N(0,1) data",
     "ramp": "ramp data (scores rise by 10 binades over 128 keys; the maximum moves in every block)",
@@ -31,7 +32,7 @@ DATA_NAME = {
     "x30": "30·N(0,1) data",
     "outliers": "N(0,1) + N(0,100)·Bernoulli(0.001) data",
 }
-PASS_NAME = {"fwd": "forward", "bwd": "backward"}
+PASS_NAME = {"fwd": "forward", "bwd": "backward", "fwd_fp8": "FP8 forward"}
 NOTHING = "*No records yet.*\n"
 
 
@@ -192,6 +193,10 @@ TABLES = {  # name -> the pass, and the table of its records
     "bwd_gqa": ("bwd", lambda found: full(found, "gqa", "normal")),
     "bwd_extra": ("bwd", lambda found: full(found, "extra", "normal")),
     "bwd_tuning": ("bwd", lambda found: full(found, "tuning", "normal")),
+    "fp8_compact": ("fwd_fp8", compact),
+    "fp8_main": ("fwd_fp8", lambda found: full(found, "main18", "normal")),
+    "fp8_ramp": ("fwd_fp8", lambda found: full(found, "main18", "ramp")),
+    "fp8_hp": ("fwd_fp8_hp", lambda found: full(found, "main18", "normal")),
     "accuracy": ("accuracy", accuracy),
     "fwd_bwd": ("fwd_bwd", lambda found: full(found, "step", "normal", STEPS)),
 }
@@ -244,7 +249,8 @@ def plot(found, path, which="fwd"):
     axes[1][0].set_ylabel("TFLOP/s")
     axes[0][0].legend(fontsize=7, frameon=False)
     gpu = next((r["gpu"] for r in found if r["gpu"]), "?")
-    figure.suptitle(f"Attention {PASS_NAME[which]}, bf16, 16k tokens, {gpu}", fontsize=10)
+    dtype = "" if which == "fwd_fp8" else ", bf16"
+    figure.suptitle(f"Attention {PASS_NAME[which]}{dtype}, 16k tokens, {gpu}", fontsize=10)
     figure.tight_layout()
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, metadata={"Date": None} if str(path).endswith(".svg") else None)
@@ -255,7 +261,9 @@ def main(argv):
     p.add_argument("records", nargs="*", help="default: benchmarks/*.jsonl")
     p.add_argument("--check", action="store_true", help="write nothing")
     p.add_argument("--plot", metavar="FILE", help="SVG or PNG")
-    p.add_argument("--backward", action="store_true", help="what --plot shows")
+    shown = p.add_mutually_exclusive_group()
+    shown.add_argument("--backward", action="store_true", help="what --plot shows")
+    shown.add_argument("--fp8", action="store_true", help="what --plot shows")
     args = p.parse_args(argv)
     try:
         found = records.read(args.records or sorted((ROOT / "benchmarks").glob("*.jsonl")))
@@ -272,7 +280,7 @@ def main(argv):
             if not args.check:
                 path.write_text(new, encoding="utf-8")
     if args.plot and not args.check:
-        plot(found, args.plot, "bwd" if args.backward else "fwd")
+        plot(found, args.plot, "bwd" if args.backward else "fwd_fp8" if args.fp8 else "fwd")
     print(f"{len(found)} records; " + (f"changed: {', '.join(stale)}" if stale else "up to date"))
     return 1 if args.check and stale else 0
 

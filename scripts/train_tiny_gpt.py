@@ -407,7 +407,7 @@ def record(
     window = smoothing(args.steps)
     made = records.environment(args.device, [])
     made["command"] = records.command_line(["python scripts/train_tiny_gpt.py", *argv])
-    made["source"] = records.source_digest(backward=True)
+    made["source"] = records.source_digest("fwd_bwd")
     names = (*GPU, "seed", "compile")
     made["training"] = {name: getattr(args, name) for name in names} | {"window": window}
     made["runs"] = [

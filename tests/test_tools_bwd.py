@@ -314,7 +314,7 @@ def test_bench_on_cpu(tmp_path, capsys, which, monkeypatch):
         case = Case(**r["problem"])
         flops = passes.WORK[which] * case.flops()
         assert r["tflops"] == pytest.approx(flops / r["p50_ms"] * 1e-9)
-        assert r["source"] == records.source_digest(backward=True) != records.source_digest()
+        assert r["source"] == records.source_digest("bwd") != records.source_digest()
     config = ours[0]["config"]
     assert set(config if which == "bwd" else config["bwd"]) == {f.name for f in fields(BwdConfig)}
     assert ours[1]["best_peer"] == "sdpa"
@@ -344,7 +344,7 @@ def test_host_time_of_the_backward(tmp_path):
 
 def test_digest_of_the_forward_does_not_know_the_backward(monkeypatch, tmp_path):
     """Records of the forward stay what they are whatever the backward becomes."""
-    before = records.source_digest(), records.source_digest(backward=True)
+    before = records.source_digest(), records.source_digest("bwd")
     for path in (
         "cute_attn/tuning.py",
         "cute_attn/tuning_bwd.py",
@@ -354,11 +354,11 @@ def test_digest_of_the_forward_does_not_know_the_backward(monkeypatch, tmp_path)
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_bytes((ROOT / path).read_bytes())
     monkeypatch.setattr(records, "ROOT", tmp_path)
-    assert (records.source_digest(), records.source_digest(backward=True)) == before
+    assert (records.source_digest(), records.source_digest("bwd")) == before
     for changed in ("cute_attn/tuning_bwd.py", "kernels/hopper/bwd.py"):
         with open(tmp_path / changed, "a") as file:
             file.write("#")
-    assert records.source_digest() == before[0] and records.source_digest(True) != before[1]
+    assert records.source_digest() == before[0] and records.source_digest("bwd") != before[1]
 
 
 def test_tune_sorts_out_and_ranks():

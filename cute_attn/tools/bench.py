@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from cute_attn.tools import cases as c
-from cute_attn.tools import measure, passes, peers, records
+from cute_attn.tools import measure, passes, peers, peers_fp8, records
 from cute_attn.tools.cases import Case
 from cute_attn.tools.peers import Implementation
 from cute_attn.tools.progress import Progress
@@ -32,6 +32,14 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="time steps of both through autograd, host included: the wall clock of "
         f"{measure.STEPS} in a row, from an idle GPU to an idle GPU",
+    )
+    which.add_argument(
+        "--fp8",
+        nargs="?",
+        const="fp8",
+        choices=("fp8", "fp8_hp"),
+        help="time the FP8 forward on inputs quantised beforehand; beside ours: cudnn, fa3, bf16 "
+        "(ours in 16 bits) and quantise+ours",
     )
     p.add_argument("--impl", default="", help="ours,cudnn,fa2,fa3,fa4,sdpa (default: all but sdpa)")
     p.add_argument(
@@ -78,7 +86,19 @@ def parser() -> argparse.ArgumentParser:
 
 
 def pass_of(args: argparse.Namespace) -> str:
+    if args.fp8:
+        return f"fwd_{args.fp8}"
     return "bwd" if args.backward else "fwd_bwd" if args.fwd_bwd else "fwd"
+
+
+def implementations_of(args: argparse.Namespace, device: str) -> list[Implementation]:
+    """Raises ValueError for an unknown name or field."""
+    names, which = split([args.impl]), pass_of(args)
+    if args.fp8:
+        if device == "cpu":
+            raise ValueError("--fp8: it is timed on a GPU only")
+        return peers_fp8.chosen(names or list(peers_fp8.default(args.fp8)), args.config, args.fp8)
+    return peers.chosen(names or list(peers.default(device, which)), args.config, which)
 
 
 def split(texts: Sequence[str]) -> list[str]:
@@ -146,12 +166,12 @@ def run_cell(
     scopes = [implementations[n].scope for n in calls]
     if args.host:
         # a backward is several launches, and all must fit the launch queue
-        in_a_row = measure.HOST_CALLS // (1 if which == "fwd" else 4)
+        in_a_row = measure.HOST_CALLS // (1 if passes.forward(which) else 4)
         warm = list(calls.values())
         unit, times = "us", timer.host(warm, scopes, min(args.rounds, 20), in_a_row)
     else:
         warm, steps = list(calls.values()), measure.STEPS if which == "fwd_bwd" else 0
-        timer.fills = measure.FILLS if which == "fwd" else measure.FILLS_BACKWARD
+        timer.fills = measure.FILLS if passes.forward(which) else measure.FILLS_BACKWARD
         timer.rounds(warm, scopes, 2, 1.0)
         unit, times = "ms", timer.rounds(warm, scopes, args.rounds, args.seconds, tick, steps)
     for at, (n, measured) in enumerate(zip(calls, times, strict=True)):
@@ -238,17 +258,17 @@ def main(argv: Sequence[str]) -> int:
     if args.host and args.fwd_bwd:
         parser().error("--host with --fwd-bwd: its steps count the host's time already")
     device, which = args.device or ("cuda" if torch.cuda.is_available() else "cpu"), pass_of(args)
-    names = split([args.impl]) or list(peers.default(device, which))
     try:
-        implementations, cells = peers.chosen(names, args.config, which), cells_of(args, device)
+        implementations, cells = implementations_of(args, device), cells_of(args, device)
     except ValueError as error:
         parser().error(str(error))
-    base = records.environment(device, ["bench", *argv], backward=which != "fwd")
+    base = records.environment(device, ["bench", *argv], which)
     timer, clocks = measure.Timer(device), measure.Clocks(device)
     print(f"{base['gpu'] or 'CPU'}  driver {base['driver']}  {base['versions']}")
     unit = "host time a call" if args.host else "TFLOP/s"
-    what = {"fwd": "forward", "bwd": "backward", "fwd_bwd": "forward + backward, host included"}
-    print(f"{what[which]}: {unit}, ratio of ours to the best peer, error of ours against fp64")
+    print(
+        f"{passes.NAMES[which]}: {unit}, ratio of ours to the best peer, error of ours against fp64"
+    )
     print(" " * 41, *(impl.label.rjust(9) for impl in implementations))
     everything: list[Record] = []
     try:

@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, TypeVar
 
 from cute_attn import tuning, tuning_bwd
-from cute_attn.config import BwdConfig, FwdConfig
+from cute_attn.config import BwdConfig, Fp8Config, FwdConfig
 from cute_attn.problem import DTYPES, Problem
 
-AnyConfig = TypeVar("AnyConfig", FwdConfig, BwdConfig)
+AnyConfig = TypeVar("AnyConfig", FwdConfig, Fp8Config, BwdConfig)
 TOKENS, WIDTH = 16384, 2048  # of the standard cells: batch * seqlen and heads * head_dim
 DATA = ("normal", "ramp", "x30", "outliers")
 SLOPE = 10.0  # binades the scores of a ramp rise by over 128 keys

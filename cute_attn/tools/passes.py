@@ -1,6 +1,7 @@
 """What is timed of attention: the forward, the backward, or a step of both; and its check.
 
-A pass has a name, as records say it: 'fwd', 'bwd', or 'fwd_bwd', a step through autograd.
+A pass has a name, as records say it: 'fwd', 'bwd', 'fwd_bwd', a step through autograd, and
+'fwd_fp8' and 'fwd_fp8_hp', the forward with a preset on inputs that are quantised already.
 """
 
 import math
@@ -11,9 +12,22 @@ from typing import Any
 from cute_attn.tools import cases as c
 from cute_attn.tools.cases import Case
 
-WORK = {"fwd": 1.0, "bwd": 2.5, "fwd_bwd": 3.5}  # in forwards: five matrix products against two
+NAMES = {
+    "fwd": "forward",
+    "bwd": "backward",
+    "fwd_bwd": "forward + backward, host included",
+    "fwd_fp8": "FP8 forward, inputs quantised beforehand",
+    "fwd_fp8_hp": "FP8 forward with P and V in 16 bits, inputs quantised beforehand",
+}
+# in forwards: five matrix products against two
+WORK = {"fwd": 1.0, "bwd": 2.5, "fwd_bwd": 3.5, "fwd_fp8": 1.0, "fwd_fp8_hp": 1.0}
 TILE_ELEMENTS = 1 << 24  # of fp64 scores at a time: 128 MiB
 HEADS = 3  # KV heads whose gradients are compared with fp64
+
+
+def forward(which: str) -> bool:
+    """Whether no gradients are taken."""
+    return which not in ("bwd", "fwd_bwd")
 
 
 def make_inputs(
@@ -23,7 +37,7 @@ def make_inputs(
     import torch
 
     q, k, v = c.make_inputs(case, data, device, slope)
-    if which == "fwd":
+    if forward(which):
         return q, k, v
     make = torch.Generator(device).manual_seed(zlib.crc32(f"{case.name} dout".encode()))
     shape = (case.batch, case.seqlen_q, case.heads_q, case.head_dim_v)
@@ -32,7 +46,7 @@ def make_inputs(
 
 def oracle(which: str, case: Case, inputs: tuple[Any, ...]) -> Callable[[Any], dict[str, Any]]:
     """fp64 on a sample, in bounded memory; the function gives a result's errors against it."""
-    if which == "fwd":
+    if forward(which):
         rows = c.sample_rows(case)
         q, k, v = inputs
         expected = c.attention_rows(q, k, v, rows, causal=case.causal)

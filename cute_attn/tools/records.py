@@ -15,6 +15,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 Record = dict[str, Any]
+FP8_ONLY = ("quantize", "hadamard", "v_layout", "transpose")  # how such kernels' files begin
 PACKAGES = {
     "torch": "torch",
     "cutlass_dsl": "nvidia-cutlass-dsl",
@@ -22,6 +23,7 @@ PACKAGES = {
     "tvm_ffi": "apache-tvm-ffi",
     "fa3": "fa3-fwd",
     "fa4": "flash-attn-4",
+    "cudnn_frontend": "nvidia-cudnn-frontend",
 }
 
 
@@ -50,13 +52,17 @@ def git() -> dict[str, Any]:
     return {"sha": text[0], "dirty": bool(text[1])}
 
 
-def source_digest(backward: bool = False) -> str:
-    """Of the Python files that decide what runs on the device, beside the config that a record
-    holds: says which code was timed, whatever else has changed around it."""
+def source_digest(which: str = "fwd") -> str:
+    """Of the Python files that decide what runs on the device in a pass, beside the config that a
+    record holds: says which code was timed, whatever else has changed around it."""
     package = ROOT / "cute_attn"
     kernels = package / "kernels" if (package / "kernels" / "hopper").is_dir() else ROOT / "kernels"
     files = {package / "tuning.py"} | set(kernels.rglob("*.py"))
-    if backward:
+    if which.startswith("fwd_fp8"):
+        files.add(package / "tuning_fp8.py")
+    else:
+        files = {p for p in files if "fp8" not in p.name and not p.name.startswith(FP8_ONLY)}
+    if which in ("bwd", "fwd_bwd"):
         files.add(package / "tuning_bwd.py")
     else:
         files = {p for p in files if not p.name.startswith("bwd")}
@@ -67,8 +73,8 @@ def source_digest(backward: bool = False) -> str:
 
 
 def pass_of(record: Record) -> str:
-    """What a record timed: 'fwd', which records older than the backward do not say, 'bwd', or
-    'fwd_bwd', a step of both through autograd."""
+    """What a record timed, by the names of passes.py; records older than the backward do not say
+    that it was the forward."""
     return str(record.get("pass", "fwd"))
 
 
@@ -88,7 +94,7 @@ def error_line(error: Exception) -> str:
     return re.sub(r"(?<![\w/:.])(?:/[\w.+@-]+)+/", "", text)
 
 
-def environment(device: str, command: Iterable[str], backward: bool = False) -> Record:
+def environment(device: str, command: Iterable[str], which: str = "fwd") -> Record:
     """What is the same for all records of a run of python -m cute_attn COMMAND."""
     import torch
 
@@ -103,7 +109,7 @@ def environment(device: str, command: Iterable[str], backward: bool = False) -> 
         "run": f"{int(time.time())}-{os.getpid()}",
         "command": command_line(["python -m cute_attn", *command]),
         "git": git(),
-        "source": source_digest(backward),
+        "source": source_digest(which),
         "gpu": gpu,
         "driver": driver_version() if device == "cuda" else None,
         "device": device,
