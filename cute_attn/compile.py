@@ -20,16 +20,24 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from cute_attn.config import BwdConfig, Fp8Config, FwdConfig
+from cute_attn.config import (
+    BwdConfig,
+    Fp8Config,
+    FwdConfig,
+    QuantizeConfig,
+    TransposeConfig,
+)
 from cute_attn.problem import Problem
 
 Kernel = Callable[..., Any]
-Config = FwdConfig | BwdConfig
+Config = FwdConfig | BwdConfig | QuantizeConfig | TransposeConfig
 
 DSL_ARCH = {"sm90": "sm_90a"}  # the architectures that kernels exist for
 BUILDERS = {"sm90": "cute_attn.kernels.hopper.fwd:compile_fwd"}
 FP8_BUILDERS = {"sm90": "cute_attn.kernels.hopper.fp8_fwd:compile_fp8_fwd"}
 BACKWARD_BUILDERS = {"sm90": "cute_attn.kernels.hopper.bwd:compile_bwd"}
+QUANTIZE_BUILDERS = {"sm90": "cute_attn.kernels.hopper.quantize:compile_quantize"}
+TRANSPOSE_BUILDERS = {"sm90": "cute_attn.kernels.hopper.quantize:compile_transpose"}
 DSL_WANTED = "nvidia-cutlass-dsl>=4.8,<4.9"
 LOCK_SECONDS = 600.0  # far above a compile: 3 to 6 s, minutes when all cores are taken
 _FUNCTION = "cute_attn_kernel"  # name of the entry in every object file
@@ -203,9 +211,15 @@ def _build(problem: Problem, config: Config, arch: str) -> bytes:
 
 def builder(config: Config, arch: str) -> str:
     """'module:function' that compiles it, '' where there is none."""
-    if isinstance(config, BwdConfig):
-        return BACKWARD_BUILDERS.get(arch, "")
-    return (FP8_BUILDERS if isinstance(config, Fp8Config) else BUILDERS).get(arch, "")
+    table = BUILDERS
+    for kind, builders in (
+        (BwdConfig, BACKWARD_BUILDERS),
+        (Fp8Config, FP8_BUILDERS),
+        (QuantizeConfig, QUANTIZE_BUILDERS),
+        (TransposeConfig, TRANSPOSE_BUILDERS),
+    ):
+        table = builders if isinstance(config, kind) else table
+    return table.get(arch, "")
 
 
 def _load_module(path: str) -> Kernel:

@@ -229,15 +229,86 @@ class BwdConfig:
         return ""
 
 
-def _check_types(config: "FwdConfig | BwdConfig") -> None:
-    for f in fields(config):
+# Statistics of a channel that quantisation may need: how many values are finite, their sum, the sum
+# of their squares, the smallest, the largest, and what sums are taken about.
+COUNT, SUM, SQUARES, LOW, HIGH, PIVOT = "count", "sum", "squares", "low", "high", "pivot"
+SOURCES = ("none", "head", "sequence", "measured")  # (nheads_kv, d) given; (batch, nheads_kv, d)
+ONE_TILE = (16, 32, 64, 128)  # keys of a scale that the tile which casts them measures
+
+
+@dataclass(frozen=True)
+class QuantizeConfig:
+    """What one quantize_qkv kernel does; see cute_attn.quantize."""
+
+    hadamard: bool = True
+    k_shift: str = "measured"  # one of SOURCES
+    v_shift: str = "measured"
+    balance: str = "measured"
+    rope: str = ""  # dtype of cos and sin
+    half: int = 0  # pairs of channels that they turn
+    k_block: int = 128  # of ONE_TILE; 0: scales of other blocks, measured by a pass of their own
+    v_by_channel: bool = False  # a scale each
+    keep_v: bool = False  # in its dtype
+    statistics: bool = False  # measure shifts and balance of the whole batch, and do nothing else
+    tiles: int = 2  # of 128 rows that a CTA takes one after another
+
+    def __post_init__(self) -> None:
+        _check_types(self)
+        for name in ("k_shift", "v_shift", "balance"):
+            _check_allowed(self, name, SOURCES)
+        _check_allowed(self, "k_block", (0, *ONE_TILE))
+        _check_allowed(self, "tiles", range(1, 65))
+
+    @property
+    def scaled(self) -> bool:
+        """Whether channels of q and K have factors: balance, signs."""
+        return self.hadamard or self.balance != "none"
+
+    @property
+    def transposed(self) -> bool:
+        """Whether V becomes vt."""
+        return not (self.keep_v or self.statistics)
+
+    @property
+    def q_kinds(self) -> tuple[str, ...]:
+        """Statistics of q, in the order of their planes."""
+        return (COUNT, SQUARES) if self.balance == "measured" else ()
+
+    @property
+    def k_kinds(self) -> tuple[str, ...]:
+        mean = (COUNT, SUM, PIVOT) if self.k_shift == "measured" else ()
+        return tuple(dict.fromkeys((*mean, *self.q_kinds)))
+
+    @property
+    def v_kinds(self) -> tuple[str, ...]:
+        mean = (COUNT, SUM) if self.v_shift == "measured" else ()
+        return (*mean, LOW, HIGH) if self.transposed else mean
+
+    @property
+    def measures(self) -> bool:
+        return bool(self.q_kinds or self.k_kinds or self.v_kinds)
+
+    def infeasible(self, problem: Problem) -> str:
+        return ""
+
+
+@dataclass(frozen=True)
+class TransposeConfig:
+    """V in e4m3 to what the forward kernel reads: nothing to choose."""
+
+    def infeasible(self, problem: Problem) -> str:
+        return ""
+
+
+def _check_types(config: object) -> None:
+    for f in fields(config):  # type: ignore[arg-type]
         value = getattr(config, f.name)
         if type(value) is not f.type:
             raise TypeError(f"config.{f.name} is {value!r}: {f.type} is wanted")
 
 
 def _check_allowed(
-    config: "FwdConfig | BwdConfig", name: str, allowed: "range | tuple[object, ...]"
+    config: object, name: str, allowed: "range | tuple[object, ...]"
 ) -> None:
     value = getattr(config, name)
     if value not in allowed:

@@ -52,3 +52,29 @@ def largest(values: cute.Tensor) -> Float32:
     while len(top) > 1:
         top = [functools.reduce(cutlass.max, top[i : i + 3]) for i in range(0, len(top), 3)]
     return from_bits(top[0])
+
+
+def product(a: Float32, b: Float32) -> Float32:
+    """a * b, rounded before anything is added to it: the assembler leaves it alone."""
+    return Float32(_asm(T.f32(), "mul.rn.f32 $0, $1, $2;", "=f,f,f", (a, b)))
+
+
+def packed_e4m3(a: Float32, b: Float32, c: Float32, d: Float32) -> Int32:
+    """Four numbers as float8_e4m3fn, a in the lowest byte; beyond +-448 they are that, NaN stays."""
+    code = (
+        "{ .reg .b16 lo, hi; cvt.rn.satfinite.e4m3x2.f32 lo, $2, $1; "
+        "cvt.rn.satfinite.e4m3x2.f32 hi, $4, $3; mov.b32 $0, {lo, hi}; }"
+    )
+    return Int32(_asm(T.i32(), code, "=r,f,f,f,f", (a, b, c, d)))
+
+
+def _asm(result, code: str, constraints: str, values):
+    return llvm.inline_asm(
+        result,
+        [Float32(x).ir_value() for x in values],
+        code,
+        constraints,
+        has_side_effects=False,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+    )

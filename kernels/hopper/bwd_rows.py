@@ -8,6 +8,7 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, const_expr
 
 from cute_attn.config import TURN_WORDS
+from cute_attn.kernels.common import vectors
 from cute_attn.kernels.hopper.fwd import LOG2_E
 
 PARTS = 3  # bf16 numbers that hold the 24 bits of a fp32 one
@@ -131,11 +132,11 @@ def no_tickets(cfg, words: cute.Tensor):
 
 def vectors_of(x: cute.Tensor, first: Int32, step: int, n: int, col: Int32) -> cute.Tensor:
     """From n rows, the same VECTOR columns."""
-    vectors = cute.make_rmem_tensor(cute.make_layout((VECTOR, n)), x.element_type)
+    read = cute.make_rmem_tensor(cute.make_layout((VECTOR, n)), x.element_type)
     for i in range(n):
         row = cutlass.min(first + i * step, x.shape[0] - 1)
-        cute.autovec_copy(vector_at(x[row, None], col), vectors[None, i])
-    return vectors
+        cute.autovec_copy(vector_at(x[row, None], col), read[None, i])
+    return read
 
 
 def fill_with_zeros(x: cute.Tensor):
@@ -174,22 +175,11 @@ def store_statistics(cfg, to: cute.Tensor, row: Int32, of_S: Float32, of_dP: Flo
 
 
 def vector_at(row: cute.Tensor, col: Int32) -> cute.Tensor:
-    return _at(row, col, VECTOR)
+    return vectors.at(row, col, VECTOR)
 
 
 def four_at(row: cute.Tensor, col: Int32) -> cute.Tensor:
-    return _at(row, col, 4)
-
-
-def _at(row: cute.Tensor, col: Int32, n: int) -> cute.Tensor:
-    """n neighbours from col on, 16 bytes, and aligned so."""
-    pointer = cute.make_ptr(
-        row.element_type,
-        (row.iterator + col).toint(),
-        cute.AddressSpace.gmem,
-        assumed_align=16,
-    )
-    return cute.make_tensor(pointer, cute.make_layout(n))
+    return vectors.at(row, col, 4)
 
 
 # After
