@@ -30,7 +30,8 @@ from cute_attn.config import (
 from cute_attn.problem import Problem
 
 Kernel = Callable[..., Any]
-Config = FwdConfig | BwdConfig | QuantizeConfig | TransposeConfig
+Config = FwdConfig | BwdConfig
+AnyConfig = Config | QuantizeConfig | TransposeConfig
 
 DSL_ARCH = {"sm90": "sm_90a"}  # the architectures that kernels exist for
 BUILDERS = {"sm90": "cute_attn.kernels.hopper.fwd:compile_fwd"}
@@ -43,13 +44,13 @@ LOCK_SECONDS = 600.0  # far above a compile: 3 to 6 s, minutes when all cores ar
 _FUNCTION = "cute_attn_kernel"  # name of the entry in every object file
 _TRAILER = b"cute_attn sha256"  # then the digest; linkers ignore what follows an ELF file's tables
 
-_memory: dict[tuple[Problem, Config, str], Kernel] = {}
+_memory: dict[tuple[Problem, AnyConfig, str], Kernel] = {}
 _lock = threading.Lock()  # the compiler is not thread-safe: two at once abort the process
 _compiles = 0
 _warned = False
 
 
-def get(problem: Problem, config: Config, arch: str) -> Kernel:
+def get(problem: Problem, config: AnyConfig, arch: str) -> Kernel:
     """The kernel that serves the problem's class; a first call compiles, which takes seconds.
 
     Raises ImportError without a suitable CuTe DSL and NotImplementedError for an arch without
@@ -65,12 +66,12 @@ def get(problem: Problem, config: Config, arch: str) -> Kernel:
     return kernel
 
 
-def in_memory(problem: Problem, config: Config, arch: str) -> Kernel | None:
+def in_memory(problem: Problem, config: AnyConfig, arch: str) -> Kernel | None:
     """As get, but None instead of any work."""
     return _memory.get((problem.static(), config, arch))
 
 
-def state(problem: Problem, config: Config, arch: str) -> str:
+def state(problem: Problem, config: AnyConfig, arch: str) -> str:
     """'in memory', 'on disk' or 'not compiled'. Never compiles, never raises."""
     if in_memory(problem, config, arch) is not None:
         return "in memory"
@@ -81,7 +82,7 @@ def state(problem: Problem, config: Config, arch: str) -> str:
     return "on disk" if path is not None and _read(path) is not None else "not compiled"
 
 
-def object_path(problem: Problem, config: Config, arch: str) -> Path | None:
+def object_path(problem: Problem, config: AnyConfig, arch: str) -> Path | None:
     """Where the kernel's object file is or would be; None if there is no cache directory.
 
     Raises ImportError without a suitable CuTe DSL: its version is part of the name.
@@ -147,7 +148,7 @@ def cache_size() -> int:
     return total
 
 
-def _from_disk_or_build(problem: Problem, config: Config, arch: str) -> Kernel:
+def _from_disk_or_build(problem: Problem, config: AnyConfig, arch: str) -> Kernel:
     if arch not in BUILDERS:
         raise NotImplementedError(f"arch is {arch!r}: kernels exist for {', '.join(BUILDERS)}")
     _import_dsl()
@@ -196,7 +197,7 @@ def _import_dsl() -> None:
         ) from error
 
 
-def _build(problem: Problem, config: Config, arch: str) -> bytes:
+def _build(problem: Problem, config: AnyConfig, arch: str) -> bytes:
     """Compile to an object file. The target is named by option, whatever GPU is or is not here."""
     global _compiles
     module, _, name = builder(config, arch).partition(":")
@@ -209,7 +210,7 @@ def _build(problem: Problem, config: Config, arch: str) -> bytes:
         return Path(path).read_bytes()
 
 
-def builder(config: Config, arch: str) -> str:
+def builder(config: AnyConfig, arch: str) -> str:
     """'module:function' that compiles it, '' where there is none."""
     table = BUILDERS
     for kind, builders in (
@@ -240,7 +241,7 @@ def _load_bytes(code: bytes) -> Kernel:
 # The key
 
 
-def _file_name(problem: Problem, config: Config, arch: str) -> str:
+def _file_name(problem: Problem, config: AnyConfig, arch: str) -> str:
     """Reads the environment each time: a test, or a user, may change it between two compiles."""
     dsl_settings = sorted(item for item in os.environ.items() if item[0].startswith("CUTE_DSL_"))
     parts = (problem, config, arch, DSL_ARCH.get(arch), builder(config, arch), dsl_settings)

@@ -1,6 +1,7 @@
 """How it is computed: the tuning knobs of the Hopper kernels. Imports no torch."""
 
 from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
 
 from cute_attn.problem import Fp8Problem, Problem, round_up
 
@@ -236,6 +237,19 @@ SOURCES = ("none", "head", "sequence", "measured")  # (nheads_kv, d) given; (bat
 ONE_TILE = (16, 32, 64, 128)  # keys of a scale that the tile which casts them measures
 
 
+class QuantizeSizes(NamedTuple):
+    """Of a call."""
+
+    batch: Any
+    heads_q: Any
+    heads_kv: Any
+    head_dim: Any
+    head_dim_v: Any
+    q_chunks: Any  # of a sequence, for statistics
+    k_chunks: Any
+    groups: Any  # of 8 keys
+
+
 @dataclass(frozen=True)
 class QuantizeConfig:
     """What one quantize_qkv kernel does; see cute_attn.quantize."""
@@ -288,6 +302,26 @@ class QuantizeConfig:
     def measures(self) -> bool:
         return bool(self.q_kinds or self.k_kinds or self.v_kinds)
 
+    def scratch_shapes(self, s: "QuantizeSizes") -> tuple[tuple[Any, ...] | None, ...]:
+        """Of factors (q's, then K's), of partial statistics of q, k and v, of the largest |k| of
+        every 8 keys: fp32, one after another; None is nothing. Sizes are integers of the host or
+        of the compiler."""
+        factors = None
+        if self.scaled and not self.statistics:
+            batch = () if self.balance == "head" else (s.batch,)
+            factors = (2, *batch, s.heads_kv, s.head_dim)
+
+        def parts(kinds: tuple[str, ...], chunks: Any, heads: Any, width: Any) -> Any:
+            return (len(kinds), s.batch * chunks, heads, width) if kinds else None
+
+        return (
+            factors,
+            parts(self.q_kinds, s.q_chunks, s.heads_q, s.head_dim),
+            parts(self.k_kinds, s.k_chunks, s.heads_kv, s.head_dim),
+            parts(self.v_kinds, s.k_chunks, s.heads_kv, s.head_dim_v),
+            None if self.k_block or self.statistics else (s.batch, s.heads_kv, s.groups),
+        )
+
     def infeasible(self, problem: Problem) -> str:
         return ""
 
@@ -307,9 +341,7 @@ def _check_types(config: object) -> None:
             raise TypeError(f"config.{f.name} is {value!r}: {f.type} is wanted")
 
 
-def _check_allowed(
-    config: object, name: str, allowed: "range | tuple[object, ...]"
-) -> None:
+def _check_allowed(config: object, name: str, allowed: "range | tuple[object, ...]") -> None:
     value = getattr(config, name)
     if value not in allowed:
         raise ValueError(f"config.{name} is {value!r}: allowed are {_listed(allowed)}")

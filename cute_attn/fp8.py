@@ -76,8 +76,9 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, descales: Descales, options: Option
 
 
 def _attend(pack: QuantizedQKV, options: Options) -> tuple[Tensor, Tensor]:
-    _check_tensors(pack)
-    scale, dtype = _checked(pack.q, pack.k, pack.v, pack.dtype, options)
+    v = quantize.values(pack)
+    _check_tensors(pack, v)
+    scale, dtype = _checked(pack.q, pack.k, v, pack.dtype, options)
     return _run(pack, options, scale, dtype)
 
 
@@ -167,8 +168,8 @@ def _check_alone(
             raise TypeError(f"{name} is given beside a pack of quantize_qkv, which has its own")
 
 
-def _check_tensors(pack: QuantizedQKV) -> None:
-    q, k, v = pack.q, pack.k, pack.v
+def _check_tensors(pack: QuantizedQKV, v: Tensor) -> None:
+    q, k = pack.q, pack.k
     for name, t, allowed in (("q", q, (E4M3,)), ("k", k, (E4M3,)), ("v", v, (E4M3, *INPUTS))):
         if t.dtype not in allowed:
             names = " or ".join(map(str, allowed))

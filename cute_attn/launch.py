@@ -277,7 +277,7 @@ def _native_arch(device: torch.device) -> str:
     return "sm90"
 
 
-def compiled(problem: Problem, config: jit.Config, arch: str) -> jit.Kernel:
+def compiled(problem: Problem, config: jit.AnyConfig, arch: str) -> jit.Kernel:
     """The kernel, which a graph under capture may not wait for; the problem's device is current."""
     kernel = jit.in_memory(problem, config, arch)
     if kernel is None and _capturing():

@@ -36,7 +36,9 @@ class QuantizedQKV:
 
     q: Tensor  # (batch, seqlen_q, nheads_q, head_dim) float8_e4m3fn
     k: Tensor  # (batch, seqlen_k, nheads_kv, head_dim) float8_e4m3fn
-    v: Tensor  # (batch, seqlen_k, nheads_kv, head_dim_v) float8_e4m3fn; with fp8_hp in dtype
+    # (batch, seqlen_k, nheads_kv, head_dim_v) float8_e4m3fn; with fp8_hp in dtype. None where vt
+    # holds it: values(pack) gives it back
+    v: Tensor | None
     # fp32 factors that give back what was cast, in the shapes that fwd allows; None: 1
     q_descale: Tensor | None  # (batch, nheads_q, seqlen_q)
     k_descale: Tensor | None  # (batch, nheads_kv, ceil(seqlen_k / k_block)) or (batch, nheads_kv)
@@ -51,6 +53,9 @@ class QuantizedQKV:
     v_shift: Tensor | None  # fp32 ([batch,] nheads_kv, head_dim_v): to be added to out
     qk_balance: Tensor | None  # fp32 ([batch,] nheads_kv, head_dim), powers of two
     hadamard_seed: int | None
+    # with fp8 on CUDA tensors: (batch, nheads_kv, head_dim_v, seqlen_k rounded up to 128)
+    # float8_e4m3fn, what the kernel reads; its order of keys is that of fp8_prepare.transpose_v
+    vt: Tensor | None = None
 
 
 class ChannelStatistics(NamedTuple):
@@ -111,23 +116,31 @@ def quantize_qkv(
     where it was, or in its row of q or k, and is not counted in means and scales; an infinity does
     so or saturates. For an average over training steps see channel_statistics.
 
+    CUDA tensors take kernels for Hopper: two passes over V, the first for its largest values; one
+    over q and k, and one more where a mean or the balance is measured, or where k_block is none of
+    16, 32, 64 and 128. q, k and v are copied first if their last stride is not 1, another one is no
+    multiple of 8 or they do not start at a multiple of 16 bytes; given vectors that are not
+    contiguous fp32 are converted. RoPE is fast for rotary_dim a multiple of 64, slow for one that
+    is no multiple of 16. The pack has vt instead of v, given vectors as they are, and with fp8_hp
+    and v_shift=False v itself.
+
     Not differentiable; flash_attn_func(..., preset='fp8') is. Raises ValueError or TypeError for a
     wrong call. The module's docstring has the sources.
     """
+    given, options = (k_shift, v_shift, qk_balance), (preset, hadamard_seed, k_block, v_scales)
+    if _has_kernels(q):
+        from cute_attn import quantize_launch
+
+        pack = quantize_launch.quantize_qkv(
+            q, k, v, preset, hadamard_seed, *given, cos, sin, k_block, v_scales
+        )
+        if pack is not None:
+            return pack
     _check_inputs(q, k, v)
-    _check_preset(preset)
-    _check_seed(hadamard_seed)
-    if v_scales not in ("head", "channel"):
-        raise ValueError(f"v_scales is {v_scales!r}: allowed are 'head' and 'channel'")
-    block = None if k_block == "head" else checked_block(k_block)
-    for name, t, like in (("k_shift", k_shift, k), ("v_shift", v_shift, v)):
-        if t is not None and t is not False:
-            check_channels(name, t, like)
-    if qk_balance is not None:
-        check_channels("qk_balance", qk_balance, k)
+    block = _check_options(k, v, given, options)
     _check_rope(cos, sin, q, k)
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
-        t = transform(q, k, v, (k_shift, v_shift, qk_balance), (cos, sin), hadamard_seed)
+        t = transform(q, k, v, given, (cos, sin), hadamard_seed)
         q8, q_descale = _cast(t.q, _row_amax(t.q))
         k8, k_descale = _cast_k(t.k, block)
         v8, v_descale = (t.v.to(v.dtype), None) if preset == "fp8_hp" else _cast_v(t.v, v_scales)
@@ -146,6 +159,19 @@ def quantize_qkv(
     )
 
 
+def _has_kernels(q: object) -> bool:
+    return isinstance(q, Tensor) and q.is_cuda
+
+
+def values(pack: QuantizedQKV) -> Tensor:
+    """The pack's v, (batch, seqlen_k, nheads_kv, head_dim_v), whatever it is held as."""
+    if pack.v is not None:
+        return pack.v
+    from cute_attn import fp8_prepare
+
+    return fp8_prepare.restored(pack.vt, pack.k.shape[1])
+
+
 def channel_statistics(
     q: Tensor, k: Tensor, v: Tensor, *, cos: Tensor | None = None, sin: Tensor | None = None
 ) -> ChannelStatistics:
@@ -155,6 +181,12 @@ def channel_statistics(
     Arguments and errors as in quantize_qkv. An average of qk_balance is best taken of its
     logarithm.
     """
+    if _has_kernels(q):
+        from cute_attn import quantize_launch
+
+        found = quantize_launch.channel_statistics(q, k, v, cos, sin)
+        if found is not None:
+            return found
     _check_inputs(q, k, v)
     _check_rope(cos, sin, q, k)
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
@@ -371,6 +403,28 @@ def _check_seed(seed: object) -> None:
         raise TypeError(f"hadamard_seed is {seed!r}: an int or None is wanted")
     if not 0 <= seed < 1 << 63:
         raise ValueError(f"hadamard_seed is {seed}: allowed are 0 to 2**63 - 1")
+
+
+def _check_options(
+    k: Tensor,
+    v: Tensor,
+    given: tuple[Shift, Shift, Tensor | None],
+    options: tuple[str, int | None, object, str],
+) -> int | None:
+    """Keys that share a scale, None for all of a head. given: k_shift, v_shift and qk_balance;
+    options: preset, hadamard_seed, k_block, v_scales."""
+    preset, seed, k_block, v_scales = options
+    _check_preset(preset)
+    _check_seed(seed)
+    if v_scales not in ("head", "channel"):
+        raise ValueError(f"v_scales is {v_scales!r}: allowed are 'head' and 'channel'")
+    block = None if k_block == "head" else checked_block(k_block)
+    for name, t, like in (("k_shift", given[0], k), ("v_shift", given[1], v)):
+        if t is not None and t is not False:
+            check_channels(name, t, like)
+    if given[2] is not None:
+        check_channels("qk_balance", given[2], k)
+    return block
 
 
 def checked_block(k_block: object) -> int:

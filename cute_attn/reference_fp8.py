@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cute_attn.quantize import E4M3, K_BLOCK, QuantizedQKV, saturate
+from cute_attn.quantize import E4M3, K_BLOCK, QuantizedQKV, saturate, values
 from cute_attn.reference import _TILE_ELEMENTS, _hidden, _padded, _tile, _weighted_sum
 
 P_SCALE = 2.0**8  # P is at most 1: times this it uses e4m3's range and stays below its end, 448
@@ -57,7 +57,7 @@ def _attention(
     out_dtype: torch.dtype,
     p_scale: float,
 ) -> tuple[Tensor, Tensor]:
-    q, k, v = pack.q.detach(), pack.k.detach(), pack.v.detach()
+    q, k, v = pack.q.detach(), pack.k.detach(), values(pack).detach()
     batch, seqlen_q, heads, head_dim = q.shape
     out = q.new_zeros(batch, seqlen_q, heads, v.shape[3], dtype=out_dtype)
     lse = q.new_full((batch, heads, seqlen_q), -math.inf, dtype=torch.float32)

@@ -17,7 +17,7 @@ from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
 
-from cute_attn.compile import DSL_ARCH, Config, builder
+from cute_attn.compile import DSL_ARCH, AnyConfig, builder
 from cute_attn.problem import Problem
 
 # .nv.info attributes, a 4-byte header and (symbol, value) each
@@ -87,8 +87,8 @@ class Build:
         return main_kernel(self.kernels)
 
 
-def build(problem: Problem, config: Config, arch: str = "sm90") -> Build:
-    """Compile for arch without a GPU: the backward for a BwdConfig. Raises what the compiler
+def build(problem: Problem, config: AnyConfig, arch: str = "sm90") -> Build:
+    """Compile for arch without a GPU what the config is of. Raises what the compiler
     raises; ImportError without it."""
     module, _, name = builder(config, arch).partition(":")
     compiler: Any = getattr(import_module(module), name)

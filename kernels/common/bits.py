@@ -60,7 +60,7 @@ def product(a: Float32, b: Float32) -> Float32:
 
 
 def packed_e4m3(a: Float32, b: Float32, c: Float32, d: Float32) -> Int32:
-    """Four numbers as float8_e4m3fn, a in the lowest byte; beyond +-448 they are that, NaN stays."""
+    """Four numbers as float8_e4m3fn, a in the lowest byte: +-448 for what is beyond, NaN stays."""
     code = (
         "{ .reg .b16 lo, hi; cvt.rn.satfinite.e4m3x2.f32 lo, $2, $1; "
         "cvt.rn.satfinite.e4m3x2.f32 hi, $4, $3; mov.b32 $0, {lo, hi}; }"

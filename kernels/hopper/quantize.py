@@ -19,8 +19,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from cute_attn.config import QuantizeConfig, TransposeConfig
-from cute_attn.kernels.common.v_layout import PADDING
+from cute_attn.config import QuantizeConfig, QuantizeSizes, TransposeConfig
 from cute_attn.kernels.hopper import hadamard, quantize_rows, quantize_v
 from cute_attn.kernels.hopper import quantize_combine as combining
 from cute_attn.kernels.hopper import quantize_stats as stats
@@ -28,7 +27,7 @@ from cute_attn.kernels.hopper.fwd import DTYPES, LSE, ROWS, reordered
 from cute_attn.problem import Problem
 
 RANGES = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16, "fp32": Float32}
-CARVEOUT = 50  # percent of an SM's memory for two CTAs; left out, the compiler would ask a GPU for it
+CARVEOUT = 50  # percent of an SM's memory as shared; left out, the compiler would ask a GPU
 TRANSPOSED = [2, 3, 1, 0]  # (batch, head, width, keys) -> (width, keys, head, batch)
 PARTS = [3, 1, 0, 2]  # (planes, chunks, heads, width) -> (width, chunks, planes, heads)
 
@@ -172,7 +171,6 @@ class QuantizeSm90:
         given: cute.Tensor,
         balance: cute.Tensor,
         signs: cute.Tensor,
-        factors: cute.Tensor,
         q8: cute.Tensor,
         k8: cute.Tensor,
         out_v: cute.Tensor,
@@ -180,19 +178,22 @@ class QuantizeSm90:
         k_scale: cute.Tensor,
         v_scale: cute.Tensor,
         dots: cute.Tensor,
-        maxima: cute.Tensor,
-        q_parts: cute.Tensor,
-        k_parts: cute.Tensor,
-        v_parts: cute.Tensor,
+        scratch: cute.Tensor,
         q_rows: Int32,
         k_rows: Int32,
         k_block: Int32,
         stream: cuda.CUstream,
     ):
         """Tensors as torch has them: q (batch, seqlen_q, heads_q, head_dim), q_scale (batch,
-        heads_q, seqlen_q), shifts and balance ([batch,] heads_kv, width), factors (2, [batch,]
-        heads_kv, head_dim), vt (batch, heads_kv, head_dim_v, padded keys), parts (planes, batch *
-        chunks, heads, width); v_scale (batch, heads_kv, head_dim_v or 1)."""
+        heads_q, seqlen_q), shifts and balance ([batch,] heads_kv, width), vt (batch, heads_kv,
+        head_dim_v, padded keys), v_scale (batch, heads_kv[, head_dim_v]). scratch: fp32 of
+        config.scratch_shapes. q_rows, k_rows: of a chunk."""
+        sizes = QuantizeSizes(
+            *(q.shape[0], q.shape[2], k.shape[2], q.shape[3], v.shape[3]),
+            *(cute.ceil_div(t.shape[1], rows) for t, rows in ((q, q_rows), (k, k_rows))),
+            cute.ceil_div(k.shape[1], quantize_rows.WARP_ROWS),
+        )
+        factors, *parts, maxima = carved(scratch, self.cfg.scratch_shapes(sizes))
         x = Tensors(
             *(reordered(t, ROWS) for t in (q, k, v)),
             cos,
@@ -202,8 +203,10 @@ class QuantizeSm90:
             per_tensor(factors),
             *(maybe(t, ROWS) for t in (q8, k8)),
             maybe(out_v, TRANSPOSED if self.cfg.transposed else ROWS),
-            *(maybe(t, LSE) for t in (q_scale, k_scale, v_scale, dots, maxima)),
-            *(maybe(t, PARTS) for t in (q_parts, k_parts, v_parts)),
+            *(maybe(t, LSE) for t in (q_scale, k_scale)),
+            maybe(v_scale, LSE) if self.cfg.v_by_channel else heads_only(v_scale),
+            *(maybe(t, LSE) for t in (dots, maxima)),
+            *(maybe(t, PARTS) for t in parts),
         )
         self.launch_all(x, Sizes(q_rows, k_rows, k_block), stream)
 
@@ -487,6 +490,31 @@ class QuantizeSm90:
             quantize_v.shift_tile(self.layout, v, shift, out, tile)
 
 
+def carved(scratch, shapes) -> list:
+    """Its parts, one after another."""
+    tensors, begin = [], 0
+    for shape in shapes:
+        if shape is None:
+            tensors.append(None)
+            continue
+        strides = [1]
+        for size in reversed(shape[1:]):
+            strides.insert(0, strides[0] * size)
+        layout = cute.make_layout(shape, stride=tuple(strides))
+        tensors.append(cute.make_tensor(scratch.iterator + begin, layout))
+        begin = begin + strides[0] * shape[0]
+    return tensors
+
+
+def heads_only(t):
+    """(batch, head) -> (1, head, batch)"""
+    if t is None:
+        return None
+    (batch, heads), (d_batch, d_head) = t.shape, t.stride
+    layout = cute.make_layout((1, heads, batch), stride=(0, d_head, d_batch))
+    return cute.make_tensor(t.iterator, layout)
+
+
 def maybe(t, modes: list[int]):
     return None if t is None else reordered(t, modes)
 
@@ -550,7 +578,7 @@ def compile_quantize(problem: Problem, config: QuantizeConfig, options: str = ""
 def fake_tensors(kernel: QuantizeSm90, d: int) -> list:
     """What __call__ takes, in its order; None as in Tensors."""
     cfg, whole = kernel.cfg, not kernel.cfg.statistics
-    b, sq, sk, hq, hk, dv, padded, blocks, groups = (cute.sym_int32() for _ in range(9))
+    b, sq, sk, hq, hk, dv, padded, blocks = (cute.sym_int32() for _ in range(8))
 
     def tensor(s, h, width):
         strides = tuple(cute.sym_int64(divisibility=8) for _ in range(3))
@@ -559,10 +587,11 @@ def fake_tensors(kernel: QuantizeSm90, d: int) -> list:
         )
 
     def angles():
-        size = RANGES[cfg.rope].width
-        row = cute.sym_int64(divisibility=128 // size if cfg.half % 8 == 0 else 1)
+        size = RANGES[cfg.rope].width // 8
+        align = 16 if cfg.half % 8 == 0 else size
+        row = cute.sym_int64(divisibility=align // size)
         return cute.runtime.make_fake_tensor(
-            RANGES[cfg.rope], (cute.sym_int32(), cfg.half), (row, 1), assumed_align=16
+            RANGES[cfg.rope], (cute.sym_int32(), cfg.half), (row, 1), assumed_align=align
         )
 
     def of_heads(source, width):
@@ -571,15 +600,9 @@ def fake_tensors(kernel: QuantizeSm90, d: int) -> list:
         one = source == "head" or not whole
         return compact(Float32, *(() if one else (b,)), hk, width)
 
-    def parts(kinds, heads, width):
-        return compact(Float32, len(kinds), cute.sym_int32(), heads, width) if kinds else None
-
     e4m3 = cutlass.Float8E4M3FN
     balance = of_heads(cfg.balance, d)
     given = None if cfg.balance == "measured" else balance
-    factors = None
-    if cfg.scaled and whole:
-        factors = compact(Float32, 2, *(() if cfg.balance == "head" else (b,)), hk, d)
     out_v = None
     if cfg.transposed:
         out_v = compact(e4m3, b, hk, dv, padded)
@@ -595,17 +618,13 @@ def fake_tensors(kernel: QuantizeSm90, d: int) -> list:
         given,
         balance,
         compact(Float32, d) if cfg.hadamard and whole else None,
-        factors,
         *((compact(e4m3, b, sq, hq, d), compact(e4m3, b, sk, hk, d)) if whole else (None, None)),
         out_v,
         compact(Float32, b, hq, sq) if whole else None,
         compact(Float32, b, hk, blocks) if whole else None,
-        compact(Float32, b, hk, dv if cfg.v_by_channel else 1) if cfg.transposed else None,
+        compact(Float32, b, hk, *((dv,) if cfg.v_by_channel else ())) if cfg.transposed else None,
         compact(Float32, b, hq, sq) if whole and cfg.k_shift != "none" else None,
-        compact(Float32, b, hk, groups) if whole and cfg.k_block == 0 else None,
-        parts(cfg.q_kinds, hq, d),
-        parts(cfg.k_kinds, hk, d),
-        parts(cfg.v_kinds, hk, dv),
+        compact(Float32, cute.sym_int32()),
     ]
 
 

@@ -11,7 +11,7 @@ from cutlass import Float32, Int32, const_expr
 from cute_attn.config import COUNT, HIGH, LOW, PIVOT, SQUARES, SUM
 from cute_attn.kernels.common.bits import from_bits
 from cute_attn.kernels.hopper.quantize_rows import scale_of
-from cute_attn.kernels.hopper.quantize_stats import NAN, START, Kinds, joined
+from cute_attn.kernels.hopper.quantize_stats import NAN, START, joined
 
 THREADS = 1024
 WARPS = THREADS // 32

@@ -180,7 +180,8 @@ def rotated(half: int, x: list[Float32], row, cos, sin, col: Int32) -> list[Floa
     if half % VECTOR == 0:
         other, angle, first, inside = of_pair(half, col)
         partner, c, s = (
-            floats(vectors.load(t, at, VECTOR)) for t, at in ((row, other), (cos, angle), (sin, angle))
+            floats(vectors.load(t, at, VECTOR))
+            for t, at in ((row, other), (cos, angle), (sin, angle))
         )
         return [turned(*four, first, inside) for four in zip(x, partner, c, s)]
     turned_all = []
@@ -212,8 +213,8 @@ def turned(value: Float32, partner: Float32, c: Float32, s: Float32, first, insi
 
 @cute.jit
 def largest(cfg: cutlass.Constexpr, values: cutlass.Constexpr[list]) -> Float32:
-    """The largest finite |x| that the thread holds. NaN is no maximum of the hardware's either; with
-    an infinity, which is rare, all are looked at again."""
+    """The largest finite |x| that the thread holds. NaN is no maximum of the hardware's either;
+    with an infinity, which is rare, all are looked at again."""
     top = largest_of(cfg, values)
     if top == Float32.inf:
         top = largest_of(cfg, [[finite(v) for v in vector] for vector in values])

@@ -33,7 +33,9 @@ class Measured(NamedTuple):
     x: cute.Tensor  # (seqlen, width), 16 bit
     cos: cute.Tensor  # None: no RoPE
     sin: cute.Tensor
-    pivot: cute.Tensor  # what sums are taken about: (width) fp32, or row 0 of (seqlen, width); None: 0
+    pivot: (
+        cute.Tensor
+    )  # what sums are taken about: (width) fp32, or row 0 of (seqlen, width); None: 0
     parts: cute.Tensor  # fp32 (width, planes), of this chunk
 
 

@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Float32, Int32
 
 from cute_attn.kernels.common import v_layout, vectors
 from cute_attn.kernels.common.bits import packed_e4m3
-from cute_attn.kernels.hopper.quantize_rows import THREADS, WARPS, floats, scale_of
+from cute_attn.kernels.hopper.quantize_rows import THREADS, WARPS, floats
 
 CHUNK = 16  # keys, whose codes a thread writes
 WORD = 4  # keys of a word
