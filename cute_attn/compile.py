@@ -38,7 +38,7 @@ BUILDERS = {"sm90": "cute_attn.kernels.hopper.fwd:compile_fwd"}
 FP8_BUILDERS = {"sm90": "cute_attn.kernels.hopper.fp8_fwd:compile_fp8_fwd"}
 BACKWARD_BUILDERS = {"sm90": "cute_attn.kernels.hopper.bwd:compile_bwd"}
 QUANTIZE_BUILDERS = {"sm90": "cute_attn.kernels.hopper.quantize:compile_quantize"}
-TRANSPOSE_BUILDERS = {"sm90": "cute_attn.kernels.hopper.quantize:compile_transpose"}
+TRANSPOSE_BUILDERS = {"sm90": "cute_attn.kernels.hopper.transpose:compile_transpose"}
 DSL_WANTED = "nvidia-cutlass-dsl>=4.8,<4.9"
 LOCK_SECONDS = 600.0  # far above a compile: 3 to 6 s, minutes when all cores are taken
 _FUNCTION = "cute_attn_kernel"  # name of the entry in every object file
