@@ -265,6 +265,8 @@ class QuantizeConfig:
     keep_v: bool = False  # in its dtype
     statistics: bool = False  # measure shifts and balance of the whole batch, and do nothing else
     tiles: int = 2  # of 128 rows that a CTA takes one after another
+    # read a tile beside the one before it: one CTA on an SM, not two; head dims up to 128
+    ahead: bool = False
 
     def __post_init__(self) -> None:
         _check_types(self)
@@ -322,16 +324,10 @@ class QuantizeConfig:
             None if self.k_block or self.statistics else (s.batch, s.heads_kv, s.groups),
         )
 
-    def infeasible(self, problem: Problem) -> str:
-        return ""
-
 
 @dataclass(frozen=True)
 class TransposeConfig:
     """V in e4m3 to what the forward kernel reads: nothing to choose."""
-
-    def infeasible(self, problem: Problem) -> str:
-        return ""
 
 
 def _check_types(config: object) -> None:

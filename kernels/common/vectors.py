@@ -1,4 +1,4 @@
-"""Neighbours in global memory that one instruction reads or writes."""
+"""Neighbours in memory that one instruction reads or writes."""
 
 import cutlass.cute as cute
 from cutlass import Int32
@@ -10,7 +10,7 @@ def at(row: cute.Tensor, col: Int32, n: int) -> cute.Tensor:
     pointer = cute.make_ptr(
         row.element_type,
         (row.iterator + col).toint(),
-        cute.AddressSpace.gmem,
+        row.iterator.memspace,
         assumed_align=min(size, 16),
     )
     return cute.make_tensor(pointer, cute.make_layout(n))

@@ -118,6 +118,7 @@ class QuantizeSm90:
                 grid=(grid, 1, 1),
                 block=(combining.THREADS, 1, 1),
                 stream=stream,
+                min_blocks_per_mp=1,  # else the assembler spills to fit two
                 use_pdl=cfg.measures,
             )
         if const_expr(not cfg.statistics):
@@ -315,6 +316,7 @@ class QuantizeSm90:
         quantize_rows.measure_keys(
             self.layout,
             self.head(x, x.k, head, head, batch),
+            self.table(shared_words(2 * self.layout.dim, Float32)),
             x.maxima[None, head, batch],
             group * self.cfg.tiles,
         )
@@ -325,14 +327,15 @@ class QuantizeSm90:
         cute.arch.griddepcontrol_wait()
         index = cute.arch.block_idx()[0]
         of_q, of_k, of_v = self.tiles(x)
-        stage = shared_words(max(self.stage_words(), 2 * quantize_rows.WARPS), Int32)
+        rows_words = 2 * (self.layout.dim + quantize_rows.WARPS)
+        stage = shared_words(max(self.stage_words(), rows_words), Int32)
         if index < of_v:
             if const_expr(x.out_v is not None):
                 self.cast_v(x, stage, of_v - 1 - index)
         elif index < of_v + of_k:
             self.cast_keys(x, stage, index - of_v, sizes.k_block)
         else:
-            self.cast_queries(x, index - of_v - of_k)
+            self.cast_queries(x, stage, index - of_v - of_k)
 
     def stage_words(self) -> int:
         p = self.layout.v_plan
@@ -342,21 +345,26 @@ class QuantizeSm90:
     def cast_keys(self, x: Tensors, stage: cute.Tensor, index: Int32, block: Int32):
         blocks = cute.ceil_div(x.k.shape[0], quantize_rows.ROWS * self.cfg.tiles)
         group, head, batch = place(index, blocks, x.k.shape[2])
+        table = self.table(stage)
         maxima = cute.make_tensor(
-            cute.recast_ptr(stage.iterator, dtype=Float32),
-            cute.make_layout((quantize_rows.WARPS, 2)),
+            table.iterator + cute.size(table), cute.make_layout((quantize_rows.WARPS, 2))
         )
-        of_k = self.head(x, x.k, head, head, batch)
-        quantize_rows.quantise_keys(self.layout, of_k, maxima, group * self.cfg.tiles, block)
+        of_k, first = self.head(x, x.k, head, head, batch), group * self.cfg.tiles
+        quantize_rows.quantise_keys(self.layout, of_k, table, maxima, first, block)
+
+    def table(self, stage: cute.Tensor):
+        shape = cute.make_layout((2, self.layout.dim), stride=(self.layout.dim, 1))
+        return cute.make_tensor(cute.recast_ptr(stage.iterator, dtype=Float32), shape)
 
     @cute.jit
-    def cast_queries(self, x: Tensors, index: Int32):
+    def cast_queries(self, x: Tensors, stage: cute.Tensor, index: Int32):
         blocks = cute.ceil_div(x.q.shape[0], quantize_rows.ROWS * self.cfg.tiles)
         group, head, batch = place(index, blocks, x.q.shape[2])
         kv_head = head // (x.q.shape[2] // x.k.shape[2])
         dots = x.dots[None, head, batch] if const_expr(x.dots is not None) else None
         of_q = self.head(x, x.q, head, kv_head, batch)
-        quantize_rows.quantise_queries(self.layout, of_q, dots, group * self.cfg.tiles)
+        first = group * self.cfg.tiles
+        quantize_rows.quantise_queries(self.layout, of_q, dots, self.table(stage), first)
 
     def head(self, x: Tensors, t, head: Int32, kv_head: Int32, batch: Int32):
         keys = t is x.k

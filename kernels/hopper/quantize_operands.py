@@ -55,6 +55,10 @@ class Layout:
         return self.cfg.tiles
 
     @property
+    def ahead(self) -> bool:
+        return self.cfg.ahead
+
+    @property
     def v_plan(self) -> quantize_v.Plan:
         return quantize_v.plan(self.problem.tile_dim_v, 16, self.cfg.v_by_channel)
 
@@ -73,8 +77,10 @@ class Layout:
 
     @property
     def block_min(self) -> int:
-        """CTAs of the last pass on an SM: what a thread holds of a row decides."""
-        return 2 if self.dim <= 128 else 1
+        """CTAs of the last pass on an SM. What a thread holds of a row decides, and whether the
+        assembler gets along with 64 registers without spilling, which must be seen from a build."""
+        clean = self.dim % 32 == 0 or self.dim == 16
+        return 2 if clean and self.dim <= 128 and self.k_block and not self.ahead else 1
 
 
 class Tensors(NamedTuple):

@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import BFloat16, Float32, Int32, const_expr
 
 from cute_attn.kernels.common import vectors
-from cute_attn.kernels.common.bits import fma, packed_e4m3, product
+from cute_attn.kernels.common.bits import fma, from_bits, packed_e4m3, product
 from cute_attn.kernels.hopper import hadamard
 from cute_attn.kernels.hopper.hadamard import LANES, STRIDE, VECTOR, Values
 
@@ -37,18 +37,26 @@ class Head(NamedTuple):
     scale: cute.Tensor  # fp32 (seqlen) or (blocks)
 
 
+class Tiles(NamedTuple):
+    """What a thread does tile after tile: of rows first, first + ROWS, ..."""
+
+    raw: cute.Tensor  # in registers, (VECTOR, vectors): the next row
+    table: cute.Tensor  # (2, head_dim) in shared memory, see fill_table
+    first: Int32
+    count: Int32
+
+
 # Tiles
 
 
 @cute.jit
-def quantise_queries(cfg: cutlass.Constexpr, x: Head, dots, first_tile: Int32):
+def quantise_queries(cfg: cutlass.Constexpr, x: Head, dots, table, first_tile: Int32):
     """dots (seqlen): q . shift, before the balance; None where there is no shift."""
     tidx, end = cute.arch.thread_idx()[0], x.x.shape[0]
-    tiles = cutlass.min(cfg.tiles, cute.ceil_div(end, ROWS) - first_tile)
-    for i in cutlass.range(tiles, unroll=1):
-        row = (first_tile + i) * ROWS + tidx // LANES
-        safe = cutlass.min(row, end - 1)
-        values, dot = transformed(cfg, x, safe, const_expr(False))
+    t = begin(cfg, x, table, first_tile, const_expr(False))
+    for i in cutlass.range(t.count, unroll=1):
+        row = t.first + i * ROWS
+        values, dot = transformed(cfg, x, t, i, const_expr(False))
         top = of_quad(largest(cfg, values), const_expr(True))
         scale = scale_of(top)
         if const_expr(dots is not None):
@@ -62,16 +70,15 @@ def quantise_queries(cfg: cutlass.Constexpr, x: Head, dots, first_tile: Int32):
 
 
 @cute.jit
-def quantise_keys(cfg: cutlass.Constexpr, x: Head, maxima, first_tile: Int32, block: Int32):
+def quantise_keys(cfg: cutlass.Constexpr, x: Head, table, maxima, first_tile: Int32, block: Int32):
     """maxima: (WARPS, 2) in shared memory. block: keys of a scale where no tile holds them all."""
     tidx, end = cute.arch.thread_idx()[0], x.x.shape[0]
-    tiles = cutlass.min(cfg.tiles, cute.ceil_div(end, ROWS) - first_tile)
-    for i in cutlass.range(tiles, unroll=1):
-        row = (first_tile + i) * ROWS + tidx // LANES
-        safe = cutlass.min(row, end - 1)
-        values, _ = transformed(cfg, x, safe, const_expr(True))
+    t = begin(cfg, x, table, first_tile, const_expr(True))
+    for i in cutlass.range(t.count, unroll=1):
+        row = t.first + i * ROWS
+        values, _ = transformed(cfg, x, t, i, const_expr(True))
         if const_expr(cfg.k_block == 0):
-            scale = x.scale[safe // block]
+            scale = x.scale[cutlass.min(row, end - 1) // block]
         else:
             top = cute.arch.warp_reduction_max(largest(cfg, values))
             scale = scale_of(of_block(cfg, top, maxima[None, i % 2]))
@@ -83,50 +90,114 @@ def quantise_keys(cfg: cutlass.Constexpr, x: Head, maxima, first_tile: Int32, bl
 
 
 @cute.jit
-def measure_keys(cfg: cutlass.Constexpr, x: Head, maxima, first_tile: Int32):
+def measure_keys(cfg: cutlass.Constexpr, x: Head, table, maxima, first_tile: Int32):
     """maxima (ceil(seqlen / 8)), of 8 keys each: what a warp holds."""
     tidx, end = cute.arch.thread_idx()[0], x.x.shape[0]
-    tiles = cutlass.min(cfg.tiles, cute.ceil_div(end, ROWS) - first_tile)
-    for i in cutlass.range(tiles, unroll=1):
-        row = (first_tile + i) * ROWS + tidx // LANES
-        values, _ = transformed(cfg, x, cutlass.min(row, end - 1), const_expr(True))
+    t = begin(cfg, x, table, first_tile, const_expr(True))
+    for i in cutlass.range(t.count, unroll=1):
+        row = t.first + i * ROWS
+        values, _ = transformed(cfg, x, t, i, const_expr(True))
         top = cute.arch.warp_reduction_max(largest(cfg, values))
         if row < end and tidx % 32 == 0:
             maxima[row // WARP_ROWS] = top
 
 
+@cute.jit
+def begin(
+    cfg: cutlass.Constexpr, x: Head, table, first_tile: Int32, keys: cutlass.Constexpr
+) -> Tiles:
+    """The first row is on its way while the table is filled."""
+    shape = cute.make_layout((VECTOR, hadamard.vectors(cfg.dim)))
+    count = cutlass.min(cfg.tiles, cute.ceil_div(x.x.shape[0], ROWS) - first_tile)
+    t = Tiles(
+        cute.make_rmem_tensor(shape, x.x.element_type),
+        table,
+        first_tile * ROWS + cute.arch.thread_idx()[0] // LANES,
+        count,
+    )
+    load(cfg, x, t, Int32(0))
+    fill_table(cfg, x, table, keys)
+    return t
+
+
+@cute.jit
+def fill_table(cfg: cutlass.Constexpr, x: Head, table, keys: cutlass.Constexpr):
+    """Factors, and of queries the shift, of keys -shift * factor: (k - shift) * factor is one
+    multiply-add then, to the same bits, since factors are powers of two."""
+    channel = cute.arch.thread_idx()[0]
+    if channel < cfg.dim:
+        factor = x.factor[channel] if const_expr(x.factor is not None) else Float32(1.0)
+        table[0, channel] = factor
+        if const_expr(x.shift is not None):
+            shift = x.shift[channel]
+            table[1, channel] = -shift * factor if const_expr(keys) else shift
+    cute.arch.barrier()
+
+
+@cute.jit
+def load(cfg: cutlass.Constexpr, x: Head, t: Tiles, tile: Int32):
+    """A row to come; what is outside is read inside."""
+    lane = cute.arch.lane_idx() % LANES
+    row = x.x[row_of(x, t, tile), None]
+    for j in cutlass.range_constexpr(hadamard.vectors(cfg.dim)):
+        cute.autovec_copy(vectors.at(row, column(cfg, j, lane), VECTOR), t.raw[None, j])
+
+
+def row_of(x: Head, t: Tiles, tile: Int32) -> Int32:
+    return cutlass.min(t.first + tile * ROWS, x.x.shape[0] - 1)
+
+
 # Steps of a row
 
 
-def transformed(cfg, x: Head, row: Int32, keys: bool):
+@cute.jit
+def transformed(cfg: cutlass.Constexpr, x: Head, t: Tiles, tile: Int32, keys: cutlass.Constexpr):
     """(what is cast but for norms, what the thread has of the dot product with the shift)."""
-    lane = cute.arch.lane_idx() % LANES
-    values = loaded(cfg, x, row, lane)
-    dot = Float32(0.0)
-    for j in range(len(values)):
-        col = column(cfg, j, lane)
-        if x.shift is not None:
-            shift = floats(vectors.load(x.shift, col, VECTOR))
-            if keys:
-                values[j] = kept(cfg, j, lane, [a - b for a, b in zip(values[j], shift)])
-            else:
-                part = Float32(0.0)
-                for a, b in zip(values[j], shift):
-                    part = fma(a, b, part)
-                dot = dot + part
-        if x.factor is not None:
-            factor = floats(vectors.load(x.factor, col, VECTOR))
-            values[j] = [a * b for a, b in zip(values[j], factor)]
-    if cfg.hadamard:
+    if const_expr(not cfg.ahead):
+        if tile > 0:
+            load(cfg, x, t, tile)
+    values, dot = scaled(cfg, x, t, tile, keys)
+    if const_expr(cfg.ahead):
+        if tile + 1 < t.count:
+            load(cfg, x, t, tile + 1)
+    if const_expr(cfg.hadamard):
         values = hadamard.transform(values, cfg.dim)
     return values, dot
 
 
-def loaded(cfg, x: Head, row: Int32, lane: Int32) -> Values:
+def scaled(cfg, x: Head, t: Tiles, tile: Int32, keys: bool):
+    lane = cute.arch.lane_idx() % LANES
+    values = loaded(cfg, x, t, row_of(x, t, tile), lane)
+    dot = Float32(0.0)
+    for j, vector in enumerate(values):
+        col = column(cfg, j, lane)
+        factor = shift = None
+        if x.factor is not None:
+            factor = floats(vectors.load(t.table[0, None], col, VECTOR))
+        if x.shift is not None:
+            shift = floats(vectors.load(t.table[1, None], col, VECTOR))
+        if keys and shift is not None:
+            if factor is None:
+                vector = [a + b for a, b in zip(vector, shift)]
+            else:
+                vector = [fma(*three) for three in zip(vector, factor, shift)]
+            vector = kept(cfg, j, lane, vector)
+        else:
+            if shift is not None:
+                part = Float32(0.0)
+                for a, b in zip(vector, shift):
+                    part = fma(a, b, part)
+                dot = dot + part
+            if factor is not None:
+                vector = [a * b for a, b in zip(vector, factor)]
+        values[j] = vector
+    return values, dot
+
+
+def loaded(cfg, x: Head, t: Tiles, row: Int32, lane: Int32) -> Values:
     """Rotated, in fp32; zeros outside."""
     cols = [column(cfg, j, lane) for j in range(hadamard.vectors(cfg.dim))]
-    raw = [vectors.load(x.x[row, None], col, VECTOR) for col in cols]
-    values = [floats(t) for t in raw]
+    values = [floats(t.raw[None, j]) for j in range(len(cols))]
     if cfg.rope:
         cos, sin = x.cos[row, None], x.sin[row, None]
         if cfg.half % STRIDE == 0:
@@ -156,6 +227,11 @@ def kept(cfg, j: int, lane: Int32, vector: list[Float32]) -> list[Float32]:
 
 
 def floats(x: cute.Tensor) -> list[Float32]:
+    """In registers; a bf16 number is the upper half of a fp32 one."""
+    if x.element_type == BFloat16:
+        words = cute.recast_tensor(x, Int32)
+        pairs = [(words[i] << 16, words[i] & -65536) for i in range(cute.size(words))]
+        return [from_bits(half) for pair in pairs for half in pair]
     wide = x.load().to(Float32)
     return [wide[i] for i in range(cute.size(x))]
 
