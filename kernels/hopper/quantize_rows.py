@@ -191,6 +191,8 @@ def scaled(cfg, x: Head, t: Tiles, tile: Int32, keys: bool):
             if factor is not None:
                 vector = [a * b for a, b in zip(vector, factor)]
         values[j] = vector
+        if not cfg.hadamard:
+            cute.arch.sync_warp()  # else the assembler reads all tables at once, and spills
     return values, dot
 
 
@@ -203,12 +205,10 @@ def loaded(cfg, x: Head, t: Tiles, row: Int32, lane: Int32) -> Values:
         if cfg.half % STRIDE == 0:
             values = rotated_pairs(cfg, values, cols, cos, sin)
         else:
-            values = [
-                rotated(cfg.half, vector, x.x[row, None], cos, sin, col)
-                if j * STRIDE < 2 * cfg.half
-                else vector
-                for j, (vector, col) in enumerate(zip(values, cols))
-            ]
+            for j in range(-(-2 * cfg.half // STRIDE)):
+                values[j] = rotated(cfg.half, values[j], x.x[row, None], cos, sin, cols[j])
+                if cfg.dim > 96:
+                    cute.arch.sync_warp()  # as in rotated_pairs
     return [kept(cfg, j, lane, vector) for j, vector in enumerate(values)]
 
 
@@ -243,6 +243,8 @@ def rotated_pairs(cfg, x: Values, cols: list[Int32], cos, sin) -> Values:
     """Where a thread holds both channels of a pair."""
     step = cfg.half // STRIDE
     for j in range(step):
+        if cfg.dim > 128 and j % 2 == 0:
+            cute.arch.sync_warp()  # else the assembler reads all angles at once, and spills
         c, s = (floats(vectors.load(t, cols[j], VECTOR)) for t in (cos, sin))
         a, b = x[j], x[j + step]
         x[j] = [product(a[e], c[e]) - product(b[e], s[e]) for e in range(VECTOR)]
@@ -252,7 +254,7 @@ def rotated_pairs(cfg, x: Values, cols: list[Int32], cos, sin) -> Values:
 
 def rotated(half: int, x: list[Float32], row, cos, sin, col: Int32) -> list[Float32]:
     """Where they are apart: the other one is read again. Neighbours are rotated alike where half
-    allows it; if not, this is slow."""
+    allows it; if not, this is slow. Addresses of wide rows may spill."""
     if half % VECTOR == 0:
         other, angle, first, inside = of_pair(half, col)
         partner, c, s = (
