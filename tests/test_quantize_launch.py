@@ -2,6 +2,7 @@
 given, what the pack holds. And the layout of vt."""
 
 import dataclasses
+import functools
 
 import pytest
 import standin_fp8
@@ -209,3 +210,40 @@ def test_transpose_v_without_a_kernel():
     v = rand((1, 40, 2, 16)).to(E4M3)
     assert torch.equal(fp8_prepare.transpose_v(v).float(), fp8_prepare.transposed(v).float())
     assert fp8_prepare.transpose_v(v[:, :0]).shape == (1, 2, 16, 0)
+
+
+# What the compiled function takes
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("case", range(14))
+def test_the_compiled_function_takes_what_it_is_given(monkeypatch, stand_in, case):
+    """Shapes, dtypes, strides and None of every argument; and both sides lay out scratch alike."""
+    import cutlass.cute as cute
+    import host_quantize
+
+    standin_fp8.install(monkeypatch, stand_in)
+    cpu = {"memspace": cute.AddressSpace.generic}
+    for name in ("make_fake_tensor", "make_fake_compact_tensor"):
+        plain = getattr(cute.runtime, name)
+        monkeypatch.setattr(cute.runtime, name, functools.partial(plain, **cpu))
+    seen = []
+
+    def build(problem, config, arch):
+        compiled = host_quantize.compile_quantize(problem, config)
+
+        def call(*arguments):
+            compiled(*arguments)
+            seen.append((arguments[17][0].item(), arguments[17].numel()))
+
+        return call
+
+    monkeypatch.setattr(stand_in, "build", build)
+    q, k, v = qkv(2, 70, 70, (4, 2), (32, 48))
+    options = [*options_of(2, (32, 48), 2), None][case]
+    if options is None:
+        cute_attn.channel_statistics(q, k, v)
+    else:
+        cute_attn.quantize_qkv(q, k, v, **options)
+    ((used, allocated),) = seen
+    assert allocated == max(4, used)
