@@ -76,7 +76,7 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, descales: Descales, options: Option
 
 
 def _attend(pack: QuantizedQKV, options: Options) -> tuple[Tensor, Tensor]:
-    v = quantize.values(pack)
+    v = quantize.shaped_as_v(pack)
     _check_tensors(pack, v)
     scale, dtype = _checked(pack.q, pack.k, v, pack.dtype, options)
     return _run(pack, options, scale, dtype)

@@ -9,7 +9,7 @@ from cute_attn import launch, tuning_fp8
 from cute_attn.config import Fp8Config
 from cute_attn.fp8_prepare import transpose_v
 from cute_attn.problem import DTYPES, Fp8Problem
-from cute_attn.quantize import E4M3, QuantizedQKV
+from cute_attn.quantize import E4M3, QuantizedQKV, shaped_as_v
 
 FINE = 16  # keys that have a factor of their own where blocks of keys do not share one
 
@@ -30,7 +30,8 @@ def attend(
     with torch.no_grad(), torch.cuda.device(device):
         o = None if out is None else launch.storable(out)
         if o is None:
-            o = torch.empty(*pack.q.shape[:3], pack.v.shape[3], dtype=dtype, device=device)
+            width = shaped_as_v(pack).shape[3]
+            o = torch.empty(*pack.q.shape[:3], width, dtype=dtype, device=device)
         batch, seqlen_q, heads_q, head_dim = pack.q.shape
         lse = torch.empty(batch, heads_q, seqlen_q, dtype=torch.float32, device=device)
         if lse.numel() == 0 or pack.k.shape[1] == 0:
@@ -52,8 +53,7 @@ def _launch(
     k_factor, shift, fine = _of_blocks(pack, config.tile_n)
     problem = problem.with_fine_k(fine)
     kernel = launch.compiled(problem, config, "sm90")
-    v = transpose_v(pack.v) if pack.v.dtype == E4M3 else pack.v
-    q, k, v = (launch.loadable(t.detach()) for t in (pack.q, pack.k, v))
+    q, k, v = (launch.loadable(t.detach()) for t in (pack.q, pack.k, operand_v(pack)))
     index = o.device.index
     launch._prepare_counters(index)
     captured = launch._capturing()
@@ -67,11 +67,20 @@ def _launch(
     )  # fmt: skip
 
 
+def operand_v(pack: QuantizedQKV) -> Tensor:
+    """V as the kernel reads it."""
+    if pack.v is None:
+        assert pack.vt is not None
+        return pack.vt
+    return transpose_v(pack.v) if pack.v.dtype == E4M3 else pack.v
+
+
 def make_problem(
     pack: QuantizedQKV, causal: bool, negative: bool, dtype: torch.dtype
 ) -> Fp8Problem:
     batch, seqlen_q, heads_q, head_dim = pack.q.shape
-    _, seqlen_k, heads_kv, head_dim_v = pack.v.shape
+    v = shaped_as_v(pack)
+    _, seqlen_k, heads_kv, head_dim_v = v.shape
     return Fp8Problem(
         DTYPES[str(dtype)],
         head_dim,
@@ -83,7 +92,7 @@ def make_problem(
         seqlen_k,
         heads_q,
         heads_kv,
-        v_dtype=DTYPES.get(str(pack.v.dtype), "e4m3"),
+        v_dtype=DTYPES.get(str(v.dtype), "e4m3"),
         channels=pack.v_descale is not None and pack.v_descale.dim() == 3,
         v_shift=pack.v_shift is not None,
     )
@@ -136,8 +145,8 @@ def _of_blocks(pack: QuantizedQKV, tile_n: int) -> tuple[Tensor, int, bool]:
 
 def _of_channels(pack: QuantizedQKV) -> tuple[Tensor, Tensor]:
     """V's factors and its shift, (batch, heads_kv, head_dim_v)."""
-    scale, shift, device = pack.v_descale, pack.v_shift, pack.v.device
-    batch, _, heads, width = pack.v.shape
+    scale, shift, device = pack.v_descale, pack.v_shift, pack.k.device
+    batch, _, heads, width = shaped_as_v(pack).shape
     if scale is None:
         scale = _constant(device, 1.0)
     scale = scale.unsqueeze(2) if scale.dim() == 2 else _in_pairs(scale)

@@ -172,6 +172,15 @@ def values(pack: QuantizedQKV) -> Tensor:
     return fp8_prepare.restored(pack.vt, pack.k.shape[1])
 
 
+def shaped_as_v(pack: QuantizedQKV) -> Tensor:
+    """Of v's shape (batch, seqlen_k, nheads_kv, head_dim_v), dtype and device, without a copy: v,
+    or where the pack has vt instead, that, whose keys are in another order."""
+    if pack.v is not None:
+        return pack.v
+    assert pack.vt is not None
+    return pack.vt[..., : pack.k.shape[1]].permute(0, 3, 1, 2)
+
+
 def channel_statistics(
     q: Tensor, k: Tensor, v: Tensor, *, cos: Tensor | None = None, sin: Tensor | None = None
 ) -> ChannelStatistics:

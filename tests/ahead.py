@@ -8,18 +8,21 @@ about 5 s. A run on a GPU says which kernels it used that are not here.
 import os
 from dataclasses import replace
 
+import torch
 from helpers import BF16, FP16, HEAD_DIMS, sweep_causal
 
-from cute_attn import backward, tuning, tuning_fp8
+from cute_attn import backward, quantize_launch, tuning, tuning_fp8
 from cute_attn import compile as jit
+from cute_attn.config import QuantizeConfig, TransposeConfig
 from cute_attn.problem import DTYPES, Fp8Problem, Problem
 from cute_attn.tools.compile import build_ahead, describe
 
 FEW_TESTS = 20  # that compile what they need by themselves
 BACKWARD_FILES = (
     *("test_backward", "test_backward_deterministic", "test_autograd", "test_public_reports_bwd"),
-    "test_train",
+    *("test_train", "test_fp8_autograd"),
 )
+FP8_FILES = ("test_fp8_gpu", "test_fp8_autograd", "test_quantize_gpu")
 PAIRS = [(192, 128), (128, 64), (40, 96), (256, 64), (8, 256), (64, 128), (16, 24)]
 IN_TURN = [(64, 64), (128, 128), (192, 128), (256, 256), (16, 24)]  # deterministic=True
 
@@ -80,19 +83,51 @@ def fp8_jobs():
     return [(p.static(), tuning_fp8.pick(p)) for p in found]
 
 
+def quantize_job(dims, dtype="bf16", given=(None, None, None), half=0, angles=None, **options):
+    of = {"preset": "fp8", "seed": 0, "block": 128, "v_scales": "head"} | options
+    rope = (torch.empty(1, half, dtype=angles),) * 2 if half else (None, None)
+    config = quantize_launch.choose_config((*given, *rope), head_dim=dims[0], **of)
+    return Problem(dtype, *dims), config
+
+
+def quantize_jobs():
+    """Of test_quantize_gpu.py, and the packs of test_fp8_gpu.py and test_fp8_autograd.py."""
+    head, sequence = torch.empty(2, 16), torch.empty(2, 2, 16)  # of which only the rank matters
+    heads, sequences = (head,) * 3, (sequence,) * 3
+    given = [(64, 64), (128, 128), (256, 256), (96, 80), (192, 128), (16, 48)]
+    found = [quantize_job(dims, given=heads) for dims in given]
+    packs = [(64, 64), (128, 128), (256, 256), (48, 80), (192, 128), (16, 16)]
+    found += [quantize_job(dims) for dims in packs]
+    found += [quantize_job(dims, "fp16") for dims in ((240, 32), (64, 256))]
+    for half, dtype in ((64, torch.float32), (16, BF16), (5, torch.float32)):
+        found += [
+            quantize_job((128, 128), given=vectors, half=half, angles=dtype)
+            for vectors in ((None,) * 3, sequences)
+        ]
+    found += [quantize_job((64, 64), block=b, v_scales="channel") for b in (16, 64, 0)]
+    found += [quantize_job((128, 128), block=0), quantize_job((128, 128), v_scales="channel")]
+    hp = {"preset": "fp8_hp"}
+    found += [quantize_job(dims, **hp) for dims in ((64, 96), *packs[:3])]
+    found += [quantize_job((128, 128), block=0, **hp)]
+    found += [quantize_job((64, 96), given=(False, False, None), **hp)]
+    found += [quantize_job((64, 64), given=(False, False, None), seed=None)]
+    found += [quantize_job((64, 64), given=(None, False, head), seed=None)]
+    found += [quantize_job((64, 64), statistics=True)]
+    return found + [(Problem("bf16", 16, dv), TransposeConfig()) for dv in (16, 64, 128, 256)]
+
+
 def jobs_of(items):
     """What the chosen tests need: nothing for a few of them."""
     gpu = [item for item in items if "gpu" in item.keywords]
     if len(gpu) <= FEW_TESTS and not any("head_dim" in item.name for item in gpu):
         return []
-    fp8 = any(item.path.stem == "test_fp8_gpu" for item in gpu)
-    if all(item.path.stem == "test_fp8_gpu" for item in gpu):
-        return sorted({*fp8_jobs()}, key=repr)
-    backward = any(item.path.stem in BACKWARD_FILES for item in gpu)
-    return sorted(
-        {*forward_jobs(), *(backward_jobs() if backward else ()), *(fp8_jobs() if fp8 else ())},
-        key=repr,
-    )
+    files = {item.path.stem for item in gpu}
+    found = [] if files <= set(FP8_FILES) else forward_jobs()
+    if files & set(BACKWARD_FILES):
+        found += backward_jobs()
+    if files & set(FP8_FILES):
+        found += fp8_jobs() + [(p.static(), config) for p, config in quantize_jobs()]
+    return sorted(set(found), key=repr)
 
 
 def compile_ahead(items):
@@ -119,5 +154,6 @@ def left_out(jobs):
         f"{describe(problem)} {type(config).__name__}"
         f"{' deterministic' if getattr(config, 'deterministic', False) else ''}"
         for problem, config, arch in jit._memory
-        if (problem, config, arch) not in known and config in of_table(problem)
+        if (problem, config, arch) not in known
+        and (isinstance(config, QuantizeConfig | TransposeConfig) or config in of_table(problem))
     ]
