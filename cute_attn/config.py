@@ -127,16 +127,11 @@ class Fp8Config(FwdConfig):
     """The knobs of the Hopper FP8 forward kernel."""
 
     exact_max: bool = True  # False: weights are taken against a maximum found before
-    early_cast: bool = True  # P is cast before the product before is there: more registers
-    turns: str = "products"  # what warpgroups do in turn with pingpong: products or weights
-    poly: int = 0  # of 8 exponentials, how many are polynomials beside the special function unit
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_allowed(self, "tile_n", range(32, 257, 32))
         _check_allowed(self, "split_kv", (False,))
-        _check_allowed(self, "turns", ("products", "weights"))
-        _check_allowed(self, "poly", range(9))
 
     def smem_bytes(self, problem: Problem, itemsize: int = 1) -> int:
         assert isinstance(problem, Fp8Problem)

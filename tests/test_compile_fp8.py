@@ -19,12 +19,14 @@ slow = pytest.mark.slow
 TABLE = fp8_jobs()
 FIRST = [job for job in TABLE if job[0].v_dtype == "e4m3" and job[0].head_dim in (64, 128)]
 BASE = Fp8Problem("bf16", 128, 128, True)
+ALL = replace(BASE, dtype="fp16", negative_scale=True, fine_k=True, channels=True, v_shift=True)
 KNOBS = [
     (replace(BASE, channels=True, v_shift=True), Fp8Config()),
     (replace(BASE, fine_k=True), Fp8Config(128, 160)),
     (replace(BASE, dtype="fp16", negative_scale=True), Fp8Config(128, 224)),
     (Fp8Problem("bf16", 256, 256, True, channels=True, v_shift=True), Fp8Config(q_slots=2)),
     (BASE, Fp8Config(64, 128, pingpong=False, schedule="grid")),
+    *((p, tuning_fp8.pick(p)) for d in (64, 128) for p in [replace(ALL, head_dim=d, head_dim_v=d)]),
 ]
 CLASSES = [
     (problem, tuning_fp8.pick(problem))

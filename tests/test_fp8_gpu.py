@@ -15,7 +15,11 @@ from cute_attn.reference_fp8 import _of_blocks, _of_channels, _of_rows, attentio
 
 pytestmark = pytest.mark.gpu
 INF = math.inf
-LSE = 2e-3  # the tensor core adds up products of 8 bits in less than fp32
+# The tensor core adds up products of 8 bits in about 14 bits: a score may lose several 2^-13 of the
+# largest of its sums. On an H200 LSE was off by 8.9e-3 with a sink 8 nats above other scores, by
+# 7.5e-2 with scores in the hundreds or thousands.
+LSE, LSE_OF_SCORES = 2e-3, 8e-4
+LARGE = 30.0  # such scores may show it in out: 3.99e-3 where the CPU path had 2.58e-3
 # (b, sq, sk, hq, hk, d, dv, causal, what quantize_qkv is told)
 CASES = [
     (2, 200, 300, 4, 2, 64, 64, False, {}),
@@ -58,7 +62,7 @@ def moved(pack, device="cuda"):
 
 
 def exact(pack, causal, scale):
-    """(out, lse) of the quantised operands in fp64."""
+    """(out, lse, the largest |score| of every row, hidden or not) of quantised operands in fp64."""
     q, k, v = (t.double() for t in (pack.q.float(), pack.k.float(), pack.v.float()))
     sq, sk, group = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
     three = pack.k_descale is not None and pack.k_descale.dim() == 3
@@ -66,6 +70,7 @@ def exact(pack, causal, scale):
     of_k = _of_blocks(pack.k_descale, q, k, -(-sk // block)).repeat_interleave(block, 2)[..., :sk]
     factor = _of_rows(pack.q_descale, q, k).double().unsqueeze(3) * of_k.double().unsqueeze(2)
     S = torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(group, 2)) * factor * scale
+    top = S.abs().amax(3) if sk else S.new_zeros(S.shape[:3])
     if causal:
         S.masked_fill_(~torch.ones(sq, sk, dtype=torch.bool).tril(sk - sq), -INF)
     lse = S.logsumexp(-1)
@@ -77,7 +82,7 @@ def exact(pack, causal, scale):
     empty = (lse == -INF).transpose(1, 2).unsqueeze(3)
     if pack.q_dot_k_shift is not None:
         lse = lse + scale * pack.q_dot_k_shift
-    return out.masked_fill(empty, 0.0), lse
+    return out.masked_fill(empty, 0.0), lse, top
 
 
 def compare(pack, causal, scale=None, dtype=BF16, config=None):
@@ -95,14 +100,16 @@ def compare(pack, causal, scale=None, dtype=BF16, config=None):
     )
     assert torch.equal(out, again), "not the same bits twice"
     out, lse = out.cpu(), lse.cpu()
-    want, want_lse = exact(pack, causal, number)
+    want, want_lse, top = exact(pack, causal, number)
     cpu, _ = attention_fp8(pack, causal=causal, softmax_scale=number, out_dtype=dtype)
     size = want.norm().clamp(min=1e-30)
     error, others = ((x.double() - want).norm() / size for x in (out, cpu))
-    assert error <= 1.1 * others + 1e-3, (error, others)
+    # 1.15: weights taken before the maximum are e4m3 at another offset. Emulated, that costs up to
+    # 11 % at about 500 keys.
+    assert error <= 1.15 * others + (1e-3 if top.max() < LARGE else 2e-3), (error, others)
     assert torch.equal(torch.isneginf(lse), torch.isneginf(want_lse))
     seen = ~torch.isneginf(lse)
-    assert ((lse - want_lse)[seen].abs() <= LSE + 1e-4 * want_lse[seen].abs()).all()
+    assert ((lse - want_lse)[seen].abs() <= (LSE + LSE_OF_SCORES * top)[seen]).all()
     assert not out.transpose(1, 2)[~seen].any()
     return out, lse
 
@@ -124,10 +131,17 @@ def test_scales(scale):
 
 @pytest.mark.parametrize(
     "config",
-    [Fp8Config(128, 224), Fp8Config(128, 160, pingpong=False), Fp8Config(64, 128, schedule="grid")],
+    [
+        Fp8Config(128, 128, kv_stages=3),
+        Fp8Config(128, 224),
+        Fp8Config(128, 160, pingpong=False),
+        Fp8Config(128, 160, exact_max=False),
+        Fp8Config(64, 128, schedule="grid"),
+    ],
 )
 def test_configs(config):
-    """Blocks that factors of 128 keys do not go into, and a last block past V's padding."""
+    """The maximum in every block or not; blocks that factors of 128 keys do not go into, and a last
+    block past V's padding."""
     compare(made(CASES[3]), True, config=config)
 
 
@@ -182,12 +196,15 @@ def test_empty():
 
 
 def test_mean_of_v_survives_long_sequences():
-    """q = 0: out is V's mean, however many keys; the tensor core's sums are not fp32's."""
+    """q = 0: out is V's mean, however many keys, where the shift has taken it out of V. Of raw V
+    the tensor core's sums lose some: 3.4 % at 4k keys and 8.2 % at 128k, by torch._scaled_mm."""
     for seqlen in (4096, 65536):
-        v = (1 + 0.05 * random(1, seqlen, 1, 128, seed=7).float()).to(E4M3).cuda()
-        q = torch.zeros(1, 64, 1, 128, dtype=E4M3, device="cuda")
-        out = cute_attn.fwd(q, v, v).double().mean()
-        assert abs(out / v.double().mean() - 1) < 0.01
+        v = (1 + 0.05 * random(1, seqlen, 1, 128, seed=7).float()).cuda()
+        q = torch.zeros(1, 64, 1, 128, device="cuda")
+        for dtype, options, limit in ((BF16, {"preset": "fp8"}, 0.01), (E4M3, {}, 0.1)):
+            codes = v.to(dtype)
+            out = cute_attn.fwd(q.to(dtype), codes, codes, **options).double().mean()
+            assert abs(out / codes.double().mean() - 1) < limit
 
 
 def test_nan_stays_in_its_row():

@@ -3,7 +3,8 @@
 A score's factor, softmax_scale * log2(e) * q_descale * k_descale, is one of a row and a block of
 keys: it takes the place of the scale in the FFMA in front of exp2, and costs nothing. So does the
 offset of the weights: e4m3 weights are 2^8 times as large as softmax's, at most 256 of 448, so that
-small ones have bits left. The row sum is as much larger, O / l is not.
+small ones have bits left. The row sum is as much larger, O / l is not. Where weights come before
+the maximum, it is 2^5: they may rise to 14 times that before the reference must.
 """
 
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
-from cute_attn.kernels.common.bits import bits, bits_of, e4m3_pair, fma, from_bits
+from cute_attn.kernels.common.bits import bits, bits_of, e4m3_pair, fma
 from cute_attn.kernels.common.layout import acc_as_operand_a, acc_as_rows
 from cute_attn.kernels.common.softmax import OnlineSoftmax
 
@@ -20,9 +21,6 @@ OFFSET = 8.0  # log2 of the largest weight, of e4m3 ones
 OFFSET_LATE = 5.0  # the same where references stay as they are until a weight passes
 LARGEST = 448.0  # number of e4m3
 TINY = 1e-37  # a factor of 0 would make NaN of what the mask has made -inf
-
-ROUND = 1.5 * 2.0**23  # added and taken off, it rounds to an integer, which is left in its low bits
-POLY = (1.0, 0.69328293, 0.24221106, 0.05500897)  # 2^f for |f| <= 1/2, to 1.0e-4 of it
 
 
 @dataclass(frozen=True)
@@ -55,9 +53,7 @@ class Fp8Softmax(OnlineSoftmax):
         return scales
 
     @cute.jit
-    def late_fp8(
-        self, acc_S: cute.Tensor, pairs: cute.Tensor, scales, poly: cutlass.Constexpr[int]
-    ) -> Boolean:
+    def late_fp8(self, acc_S: cute.Tensor, pairs: cute.Tensor, scales: cute.Tensor) -> Boolean:
         """Weights of e4m3 against the references as they are, beside the scores; whether one may
         be too large for its type, in this warp. All of a sum below the largest are below it too."""
         S, sums = acc_as_operand_a(acc_S, 8), cute.make_rmem_tensor(4, Float32)
@@ -65,12 +61,8 @@ class Fp8Softmax(OnlineSoftmax):
         for i in cutlass.range_constexpr(cute.size(pairs)):
             r, w = i // 2 % 2, cute.make_rmem_tensor(2, Float32)
             for j in cutlass.range_constexpr(2):
-                n = i // 4 * 4 + i % 2 * 2 + j  # in its row
                 x = fma(S[2 * i + j], scales[r], self.offset - self.ref[r])
-                if const_expr((n + 1) * poly // 8 > n * poly // 8):
-                    w[j] = exp2_poly(x, True)
-                else:
-                    w[j] = cute.math.exp2(x, fastmath=True)
+                w[j] = cute.math.exp2(x, fastmath=True)
                 sums[2 * r + j] = sums[2 * r + j] + w[j]
             pairs[i] = e4m3_pair(w[0], w[1])
         over = Boolean(False)
@@ -80,11 +72,9 @@ class Fp8Softmax(OnlineSoftmax):
         return cute.arch.vote_any_sync(over)
 
     @cute.jit
-    def exact_fp8(
-        self, acc_S: cute.Tensor, scales: cute.Tensor, poly: cutlass.Constexpr[int]
-    ) -> Boolean:
+    def exact_fp8(self, acc_S: cute.Tensor, scales: cute.Tensor) -> Boolean:
         """Scores become weights against the new row maximum; whether a reference moved."""
-        return self.weigh_all(acc_S, scales, poly, False)
+        return self.weigh_all(acc_S, scales, False)
 
     @cute.jit
     def after_late(self, acc_S: cute.Tensor, scales: cute.Tensor) -> Boolean:
@@ -96,15 +86,11 @@ class Fp8Softmax(OnlineSoftmax):
                 bits(self.new[r]), lambda a, b: cutlass.max(a, b), threads_in_group=4
             )
             self.room[r] = Float32(2.0) if top > Int32(bits_of(LARGEST)) else Float32(0.0)
-        return self.weigh_all(acc_S, scales, 0, True)
+        return self.weigh_all(acc_S, scales, True)
 
     @cute.jit
     def weigh_all(
-        self,
-        acc_S: cute.Tensor,
-        scales: cute.Tensor,
-        poly: cutlass.Constexpr[int],
-        crowded: cutlass.Constexpr[bool],
+        self, acc_S: cute.Tensor, scales: cute.Tensor, crowded: cutlass.Constexpr[bool]
     ) -> Boolean:
         S, moved = acc_as_rows(acc_S), Boolean(False)
         for r in cutlass.range_constexpr(2):
@@ -119,7 +105,7 @@ class Fp8Softmax(OnlineSoftmax):
             self.old[r] = old - safe
             self.ref[r] = top
             moved = moved | (top > old)
-            self.new[r] = self.weigh_fp8(S, r, scale, self.offset - safe, poly)
+            self.new[r] = self.weigh_fp8(S, r, scale, self.offset - safe)
         return cute.arch.vote_any_sync(moved)
 
     @cute.jit
@@ -150,26 +136,9 @@ class Fp8Softmax(OnlineSoftmax):
                 S[r, c] = S[r, c] * factors[c // 4]  # a thread has 4 of 16 columns
 
     @cute.jit
-    def weigh_fp8(
-        self,
-        S,
-        r: cutlass.Constexpr[int],
-        scale: Float32,
-        bias: Float32,
-        poly: cutlass.Constexpr[int],
-    ) -> Float32:
-        """Row r of S becomes weights; their sum. Of 8 exponentials `poly` are a polynomial."""
-        x = S[r, None].load() * scale + bias
-        if const_expr(poly == 0):
-            S[r, None].store(cute.math.exp2(x, fastmath=True))
-        else:
-            S[r, None].store(x)
-            for c in cutlass.range_constexpr(cute.size(S, mode=[1])):
-                by_poly = (c + 1) * poly // 8 > c * poly // 8
-                if const_expr(by_poly):
-                    S[r, c] = exp2_poly(S[r, c])
-                else:
-                    S[r, c] = cute.math.exp2(S[r, c], fastmath=True)
+    def weigh_fp8(self, S, r: cutlass.Constexpr[int], scale: Float32, bias: Float32) -> Float32:
+        """Row r of S becomes weights; their sum."""
+        S[r, None].store(cute.math.exp2(S[r, None].load() * scale + bias, fastmath=True))
         return S[r, None].load().reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
 
     @cute.jit
@@ -184,20 +153,6 @@ class Fp8Softmax(OnlineSoftmax):
             log_total = cute.math.log2(total, fastmath=True) - self.offset
             log_sum[r] = -Float32.inf if empty else log_total
         return norm, log_sum
-
-
-@cute.jit
-def exp2_poly(x: Float32, bounded: cutlass.Constexpr[bool] = False) -> Float32:
-    """2^x on the units that multiply and add; 2^-120 at least, and if asked 2^120 at most."""
-    x = Float32(-120.0) if x < -120.0 else x  # a NaN stays
-    if const_expr(bounded):
-        x = Float32(120.0) if x > 120.0 else x
-    shifted = x + ROUND
-    f = x - (shifted - ROUND)
-    p = Float32(POLY[-1])
-    for c in reversed(POLY[:-1]):
-        p = fma(p, f, c)
-    return from_bits(bits(p) + (bits(shifted) << 23))
 
 
 def make_fp8_softmax(cfg, problem, scale_log2: Float32) -> Fp8Softmax:

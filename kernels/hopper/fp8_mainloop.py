@@ -5,8 +5,10 @@
     O  = O 2^(m' - m) + P V_j                 e4m3 x e4m3, or both in 16 bits and without the 8
 O = O v_descale / l + v_shift;  LSE = ln2 (m + log2 l - 8) + softmax_scale q_dot_k_shift
 
-The maximum of a row is taken in every block; O is multiplied only where it moved. A NaN in V
-reaches every row of a 64-row tile that reads its block, also those the mask hides it from.
+With exact_max the maximum of a row is taken in every block; O is multiplied only where it moved.
+Without, and with P in e4m3, 5 takes the 8's place, and a block that every row sees whole is weighed
+against the maximum of those before it; a warp that finds a sum too large for e4m3 weighs again. A
+NaN in V reaches every row of a 64-row tile that reads its block, also those the mask hides it from.
 """
 
 from dataclasses import dataclass
@@ -51,22 +53,6 @@ class Fp8Consumer(Consumer):
         gemm(f.mmas.pv, f.acc_O, f.P, V, self.cfg.tile_n // step, zero=False)
 
     @cute.jit
-    def products(self, q, k, v):
-        """Consumer's; where turns are taken for weights, on return it is this warpgroup's."""
-        if const_expr(self.cfg.turns == "products"):
-            return Consumer.products(self, q, k, v)
-        acc_S = self.scores()
-        self.pipes.k.consumer_wait(k)
-        self.issue_qk(acc_S, q.index, k)
-        self.pipes.v.consumer_wait(v)
-        self.issue_pv(v)
-        warpgroup.wait_group(1)
-        self.take_token()
-        self.pipes.k.consumer_release(k)
-        k.advance()
-        return acc_S, k
-
-    @cute.jit
     def factors(self, block: Int32) -> cute.Tensor:
         """What belongs to a block's keys of the scores' factor."""
         scales = self.x.scales
@@ -91,7 +77,7 @@ class Fp8Consumer(Consumer):
         key = block * self.cfg.tile_n
         if keys_seen(self.problem, rows.first, self.shape) < key + self.cfg.tile_n:
             mask_scores(self.problem, acc_S, self.f.cS, rows.first, key, self.shape)
-        return self.softmax.exact_fp8(acc_S, self.softmax.prepare(acc_S, factors), 0)
+        return self.softmax.exact_fp8(acc_S, self.softmax.prepare(acc_S, factors))
 
     @cute.jit
     def begin(self, q, k, v, tile: Tile, rows: Rows):
@@ -120,7 +106,7 @@ class Fp8Consumer(Consumer):
         factors = self.factors(block)
         acc_S, k = self.products(q, k, v)
         scales = self.softmax.prepare(acc_S, factors)
-        moved = self.softmax.exact_fp8(acc_S, scales, self.cfg.poly)
+        moved = self.softmax.exact_fp8(acc_S, scales)
         v = self.take_up(acc_S, v, moved)
         return k, v
 
@@ -135,7 +121,7 @@ class Fp8Consumer(Consumer):
         self.softmax.new.fill(0.0)
         over = Boolean(True)
         if failures < FAILURES:
-            over = self.softmax.late_fp8(acc_S, pairs, scales, self.cfg.poly)
+            over = self.softmax.late_fp8(acc_S, pairs, scales)
         if over:
             failures += 1
             self.after_late(acc_S, pairs, scales)
@@ -156,7 +142,7 @@ class Fp8Consumer(Consumer):
     @cute.jit
     def take_up(self, acc_S, v, moved: Boolean):
         """Once the product before is there, O and P are free."""
-        early = const_expr(self.cfg.early_cast and self.f.P.element_type.width == 8)
+        early = const_expr(self.f.P.element_type.width == 8)
         pairs = cute.make_rmem_tensor(cute.size(acc_S) // 2, cutlass.Int16)
         if const_expr(early):
             self.cast_into(pairs, acc_S)
@@ -172,8 +158,6 @@ class Fp8Consumer(Consumer):
 
     @cute.jit
     def release_v(self, v):
-        if const_expr(self.cfg.turns == "weights"):
-            self.pass_token()
         warpgroup.wait_group(0)
         self.pipes.v.consumer_release(v)
         v.advance()
