@@ -32,7 +32,7 @@ def classes():
     found = {(t, d, d, sweep_causal(t, d)) for t in (BF16, FP16) for d in HEAD_DIMS}
     found |= {(t, d, d, c) for t in (BF16, FP16) for d in (64, 128) for c in (False, True)}
     found |= {(BF16, *dims, c) for dims in (*PAIRS, (256, 256), (16, 16)) for c in (False, True)}
-    found |= {(FP16, 64, 128, c) for c in (False, True)}
+    found |= {(FP16, *dims, c) for dims in ((64, 128), (256, 256)) for c in (False, True)}
     found |= {(BF16, d, 128, False) for d in (144, 160, 176)}
     return found | {(FP16, 16, 16, False), (BF16, 32, 32, False)}
 
@@ -43,7 +43,6 @@ def problem(dtype, *rest):
 
 def forward_jobs():
     found = [problem(*c) for c in classes()]
-    found += [problem(FP16, 256, 256, c) for c in (False, True)]
     found += [problem(BF16, 64, 256, False)]
     found += [problem(BF16, *dims, c, True) for dims in ((64, 64), (16, 24)) for c in (False, True)]
     few = (
@@ -113,7 +112,7 @@ def quantize_jobs():
     found += [quantize_job((64, 64), given=(False, False, None), seed=None)]
     found += [quantize_job((64, 64), given=(None, False, head), seed=None)]
     found += [quantize_job((64, 64), statistics=True)]
-    return found + [(Problem("bf16", 16, dv), TransposeConfig()) for dv in (16, 64, 128, 256)]
+    return found + [(Problem("bf16", 16, dv), TransposeConfig()) for dv in (16, 64, 96, 128, 256)]
 
 
 def jobs_of(items):

@@ -171,7 +171,7 @@ def run_cell(
         unit, times = "us", timer.host(warm, scopes, min(args.rounds, 20), in_a_row)
     else:
         warm, steps = list(calls.values()), measure.STEPS if which == "fwd_bwd" else 0
-        timer.fills = measure.FILLS if passes.forward(which) else measure.FILLS_BACKWARD
+        timer.fills = measure.FILLS if which == "fwd" else measure.FILLS_BACKWARD
         timer.rounds(warm, scopes, 2, 1.0)
         unit, times = "ms", timer.rounds(warm, scopes, args.rounds, args.seconds, tick, steps)
     for at, (n, measured) in enumerate(zip(calls, times, strict=True)):

@@ -10,7 +10,7 @@ from cutlass import Float32, Int32, const_expr
 
 from cute_attn.config import COUNT, HIGH, LOW, PIVOT, SQUARES, SUM
 from cute_attn.kernels.common.bits import from_bits
-from cute_attn.kernels.hopper.quantize_rows import scale_of
+from cute_attn.kernels.hopper.quantize_rows import finite, scale_of
 from cute_attn.kernels.hopper.quantize_stats import NAN, START, joined
 
 THREADS = 1024
@@ -110,8 +110,10 @@ def largest_of_cta(value: Float32, stage: cute.Tensor) -> Float32:
 
 @cute.jit
 def balance_of(of_k: Float32, of_q: Float32) -> Float32:
-    """The power of two next to sqrt(rms k / rms q), from mean squares."""
-    k, q = cute.arch.fmax(of_k, Float32(TINY)), cute.arch.fmax(of_q, Float32(TINY))
+    """The power of two next to sqrt(rms k / rms q), from mean squares; one that has overflown counts
+    as none, as it does on the CPU."""
+    k = cute.arch.fmax(finite(of_k), Float32(TINY))
+    q = cute.arch.fmax(finite(of_q), Float32(TINY))
     return exp2_of_integer((cute.math.log2(k) - cute.math.log2(q)) * 0.25)
 
 
