@@ -110,8 +110,8 @@ def largest_of_cta(value: Float32, stage: cute.Tensor) -> Float32:
 
 @cute.jit
 def balance_of(of_k: Float32, of_q: Float32) -> Float32:
-    """The power of two next to sqrt(rms k / rms q), from mean squares; one that has overflown counts
-    as none, as it does on the CPU."""
+    """The power of two next to sqrt(rms k / rms q), from mean squares; one that is infinite counts
+    as 0, as it does on the CPU."""
     k = cute.arch.fmax(finite(of_k), Float32(TINY))
     q = cute.arch.fmax(finite(of_q), Float32(TINY))
     return exp2_of_integer((cute.math.log2(k) - cute.math.log2(q)) * 0.25)
