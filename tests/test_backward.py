@@ -340,10 +340,10 @@ def test_error_is_at_most_that_of_torch(device, causal, dtype, dim, kind):
     got = cute_attn.bwd(dout, q, k, v, out, lse, causal=causal)
     leaves = [t.clone().requires_grad_() for t in (q, k, v)]
     torchs = torch.autograd.grad(sdpa(*leaves, causal), leaves, dout)
-    ratios = {}
+    ratios, may_miss = {}, kind == "x30" and device == "cuda" and dim <= 128
     for name, g, t, w in zip(("dq", "dk", "dv"), got, torchs, want):
         ratios[name] = ((g.double() - w).norm() / (t.double() - w).norm()).item()
-        assert ratios[name] <= (4.0 if kind == "x30" else 1.1), name
+        assert ratios[name] <= (4.0 if may_miss else 1.1), name
     print(f"errors over torch's {ratios}")
     if max(ratios.values()) > 1.1:
         pytest.xfail(f"missed: errors over torch's {ratios}")
