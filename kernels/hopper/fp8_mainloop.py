@@ -24,7 +24,7 @@ from cute_attn.kernels.common.mask import keys_seen, mask_scores
 from cute_attn.kernels.common.merge import pair_at
 from cute_attn.kernels.common.softmax import LN_2
 from cute_attn.kernels.hopper import epilogue
-from cute_attn.kernels.hopper.gemm import STEP, STEP_8, gemm
+from cute_attn.kernels.hopper.gemm import STEP, STEP_8
 from cute_attn.kernels.hopper.mainloop import OUTPUT_BARRIER, Consumer, Rows
 from cute_attn.kernels.hopper.operands import Tile
 
@@ -35,22 +35,13 @@ FAILURES = 6  # blocks of a tile that may need their maximum before all others a
 class Fp8Consumer(Consumer):
     at: cute.Tensor  # (2,) KV head and batch of the tile
 
-    @cute.jit
-    def issue_qk(self, acc_S, slot, k):
-        Q, K = self.f.rQ[None, None, None, slot], self.f.rK[None, None, None, k.index]
-        gemm(self.f.mmas.qk, acc_S, Q, K, self.problem.tile_dim // STEP_8, zero=True)
+    @property
+    def qk_steps(self) -> int:
+        return self.problem.tile_dim // STEP_8
 
-    @cute.jit
-    def issue_qk_half(self, acc_S, slot, k):
-        Q, K = self.f.rQ[None, None, None, slot], self.f.rK_half[None, None, None, k.index]
-        gemm(self.f.mmas.qk_half, acc_S, Q, K, self.problem.tile_dim // STEP_8, zero=True)
-
-    @cute.jit
-    def issue_pv(self, v):
-        f = self.f
-        step = STEP_8 if const_expr(f.P.element_type.width == 8) else STEP
-        V = f.rV[None, None, None, v.index]
-        gemm(f.mmas.pv, f.acc_O, f.P, V, self.cfg.tile_n // step, zero=False)
+    @property
+    def pv_steps(self) -> int:
+        return self.cfg.tile_n // (STEP_8 if self.f.P.element_type.width == 8 else STEP)
 
     @cute.jit
     def factors(self, block: Int32) -> cute.Tensor:

@@ -103,21 +103,29 @@ class Consumer:
         shape = self.f.mmas.qk.partition_shape_C((64, self.cfg.tile_n))
         return cute.make_rmem_tensor(shape, Float32)
 
+    @property
+    def qk_steps(self) -> int:
+        return self.problem.head_dim // STEP
+
+    @property
+    def pv_steps(self) -> int:
+        return self.cfg.tile_n // STEP
+
     @cute.jit
     def issue_qk(self, acc_S, slot, k):
         Q, K = self.f.rQ[None, None, None, slot], self.f.rK[None, None, None, k.index]
-        gemm(self.f.mmas.qk, acc_S, Q, K, self.problem.head_dim // STEP, zero=True)
+        gemm(self.f.mmas.qk, acc_S, Q, K, self.qk_steps, zero=True)
 
     @cute.jit
     def issue_qk_half(self, acc_S, slot, k):
         Q, K = self.f.rQ[None, None, None, slot], self.f.rK_half[None, None, None, k.index]
-        gemm(self.f.mmas.qk_half, acc_S, Q, K, self.problem.head_dim // STEP, zero=True)
+        gemm(self.f.mmas.qk_half, acc_S, Q, K, self.qk_steps, zero=True)
 
     @cute.jit
     def issue_pv(self, v):
         f = self.f
         V = f.rV[None, None, None, v.index]
-        gemm(f.mmas.pv, f.acc_O, f.P, V, self.cfg.tile_n // STEP, zero=False)
+        gemm(f.mmas.pv, f.acc_O, f.P, V, self.pv_steps, zero=False)
 
     @cute.jit
     def weigh_masked(self, acc_S, rows: Rows, block):
