@@ -19,15 +19,16 @@ _GROUP = (2, 2, 4, 2)  # of 32 keys, as (half, upper, thread, odd); positions: t
 
 
 @dataclass(slots=True)
-class _Plan:
+class Plan:
     problem: Problem
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    index: int
+    index: int  # of the device; -1: torch's operations
+    direct: bool  # v can be read as it is, if its base is aligned
     kernel: jit.Kernel | None = None
 
 
-_plans: dict[tuple[object, ...], _Plan] = {}
+_plans: dict[tuple[object, ...], Plan] = {}
 
 
 def transpose_v(v: Tensor) -> Tensor:
@@ -42,19 +43,19 @@ def transpose_v(v: Tensor) -> Tensor:
     key = (v.shape, v.stride(), v.dtype, v.device)
     plan = _plans.get(key)
     if plan is None:
-        plan = _make_plan(v)
+        plan = make_plan(v)
         if len(_plans) >= launch.MAX_PLANS:
             _plans.clear()
         _plans[key] = plan
     if plan.index < 0:
         return transposed(v)
     if launch._current_device() == plan.index:
-        return _launch(plan, v)
+        return launch_transpose(plan, v)
     with torch.cuda.device(plan.index):
-        return _launch(plan, v)
+        return launch_transpose(plan, v)
 
 
-def _make_plan(v: Tensor) -> _Plan:
+def make_plan(v: Tensor) -> Plan:
     """Check the call; nothing is compiled yet."""
     if v.dtype != E4M3:
         raise TypeError(f"v.dtype is {v.dtype}: {E4M3} is wanted")
@@ -68,14 +69,18 @@ def _make_plan(v: Tensor) -> _Plan:
     empty = v.device.type == "cpu" or 0 in shape
     native = launch._native_arch(v.device)
     index = -1 if empty or native == "cpu" else v.device.index or 0
-    return _Plan(problem, shape, launch._contiguous_stride(shape), index)
+    direct = v.stride(3) == 1 and all(s % 16 == 0 and s >= 0 for s in v.stride()[:3])
+    return Plan(problem, shape, launch._contiguous_stride(shape), index, direct)
 
 
-def _launch(plan: _Plan, v: Tensor) -> Tensor:
+def launch_transpose(plan: Plan, v: Tensor) -> Tensor:
+    """v's device is current here."""
+    if plan.index < 0:
+        return transposed(v)
     if plan.kernel is None:
         plan.kernel = launch.compiled(plan.problem, TransposeConfig(), "sm90")
     vt: Tensor = launch._empty(plan.shape, plan.stride, E4M3)
-    plan.kernel(_loadable(v), vt)
+    plan.kernel(v if plan.direct and not v.data_ptr() & 15 else _loadable(v), vt)
     return vt
 
 

@@ -11,7 +11,7 @@ it spreads them over all channels: s, which evens out the two, goes with it.
 """
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -56,6 +56,12 @@ class QuantizedQKV:
     # with fp8 on CUDA tensors: (batch, nheads_kv, head_dim_v, seqlen_k rounded up to 128)
     # float8_e4m3fn, what the kernel reads; its order of keys is that of fp8_prepare.transpose_v
     vt: Tensor | None = None
+    # packs of one kind have tensors of one layout: set by quantize_launch alone, and no part of
+    # copies, whose tensors may be others
+    kind: ClassVar[object] = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "kind"}
 
 
 class ChannelStatistics(NamedTuple):

@@ -5,7 +5,8 @@ torch's current stream. Checks are those of quantize.py, made once for a plan.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,6 +42,7 @@ class Plan:
     plain: bool  # and so can shifts, balance, cos and sin
     rows: tuple[int, int, int]  # of a chunk of q and of k, keys that share a scale
     layouts: dict[str, Layout]
+    kind: object = field(default_factory=object)  # of packs whose layouts the key determines
     signs: Tensor | None = None
     kernel: jit.Kernel | None = None
 
@@ -64,14 +66,30 @@ def quantize_qkv(
 ) -> QuantizedQKV | None:
     """As quantize.quantize_qkv; None where there is nothing to launch a kernel for."""
     given = k_shift, v_shift, qk_balance, cos, sin
-    options = preset, hadamard_seed, k_block, v_scales
+    plan = find(q, k, v, given, (preset, hadamard_seed, k_block, v_scales))
+    if plan.index < 0:
+        return None
+    if launch._current_device() == plan.index:
+        return quantise(plan, q, k, v, given)
+    with torch.cuda.device(plan.index):
+        return quantise(plan, q, k, v, given)
+
+
+def find(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    given: Vectors,
+    options: tuple[str, int | None, object, str],
+) -> Plan:
+    """The plan of quantize_qkv with these vectors and options, after its checks if it is new."""
     key: tuple[object, ...] = ()
     plan = None
     try:
         key = (
             q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(),
             q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
-            *options, type(hadamard_seed), type(k_block),
+            *options, type(options[1]), type(options[2]),
             *(t if t is None or t is False else (t.shape, t.stride(), t.dtype, t.device)
               for t in given),
         )  # fmt: skip
@@ -81,17 +99,11 @@ def quantize_qkv(
     if plan is None:
         plan = make_plan((q, k, v), given, options)
         _remember(key, plan)
-    if plan.index < 0:
-        return None
-    if launch._current_device() == plan.index:
-        return _quantize(plan, q, k, v, given)
-    with torch.cuda.device(plan.index):
-        return _quantize(plan, q, k, v, given)
+    return plan
 
 
-def _quantize(plan: Plan, q: Tensor, k: Tensor, v: Tensor, given: Vectors) -> QuantizedQKV:
+def quantise(plan: Plan, q: Tensor, k: Tensor, v: Tensor, given: Vectors) -> QuantizedQKV:
     """The tensors' device is current here."""
-    config = plan.config
     if plan.kernel is None:
         _bind(plan)
     q, k, v = _readable(plan, q, k, v)
@@ -100,30 +112,54 @@ def _quantize(plan: Plan, q: Tensor, k: Tensor, v: Tensor, given: Vectors) -> Qu
     of = {name: empty(*layout) for name, layout in plan.layouts.items()}
     get = of.get
     k_shift, v_shift = get("k_shift", k_shift), get("v_shift", v_shift)
-    out_v = get("out_v")
     plan.kernel(  # type: ignore[misc]
         q, k, v, cos, sin, k_shift, v_shift, balance, get("balance"), plan.signs,
-        of["q"], of["k"], out_v, of["q_descale"], of["k_descale"], get("v_descale"), get("dots"),
-        of["scratch"], *plan.rows,
+        of["q"], of["k"], get("out_v"), of["q_descale"], of["k_descale"], get("v_descale"),
+        get("dots"), of["scratch"], *plan.rows,
     )  # fmt: skip
-    k_descale = of["k_descale"]
-    return QuantizedQKV(
-        of["q"],
-        of["k"],
-        None if config.transposed else v if out_v is None else out_v,
-        of["q_descale"],
-        k_descale[:, :, 0] if plan.by_head else k_descale,
-        get("v_descale"),
-        plan.k_block,
-        plan.preset,
-        plan.dtype,
-        get("dots"),
-        k_shift,
-        v_shift,
-        get("balance"),
-        plan.seed,
-        out_v if config.transposed else None,
-    )
+    return _pack(plan, of, v, k_shift, v_shift)
+
+
+def shapes(plan: Plan) -> QuantizedQKV:
+    """On the meta device, the pack of a plan without given vectors that casts V or shifts it."""
+    of = {
+        name: torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        for name, (shape, stride, dtype) in plan.layouts.items()
+    }
+    return _pack(plan, of, None, of.get("k_shift"), of.get("v_shift"))
+
+
+def _pack(
+    plan: Plan,
+    of: dict[str, Tensor],
+    v: Tensor | None,
+    k_shift: Tensor | None,
+    v_shift: Tensor | None,
+) -> QuantizedQKV:
+    get, transposed = of.get, plan.config.transposed
+    out_v, k_descale = get("out_v"), of["k_descale"]
+    fields: dict[str, Any] = {
+        "q": of["q"],
+        "k": of["k"],
+        "v": None if transposed else v if out_v is None else out_v,
+        "q_descale": of["q_descale"],
+        "k_descale": k_descale[:, :, 0] if plan.by_head else k_descale,
+        "v_descale": get("v_descale"),
+        "k_block": plan.k_block,
+        "preset": plan.preset,
+        "dtype": plan.dtype,
+        "q_dot_k_shift": get("dots"),
+        "k_shift": k_shift,
+        "v_shift": v_shift,
+        "qk_balance": get("balance"),
+        "hadamard_seed": plan.seed,
+        "vt": out_v if transposed else None,
+    }
+    if out_v is not None:  # else v is the caller's, or a copy with other strides
+        fields["kind"] = plan.kind
+    pack = object.__new__(QuantizedQKV)
+    vars(pack).update(fields)  # a frozen dataclass's own __init__ takes several times as long
+    return pack
 
 
 def channel_statistics(
