@@ -99,8 +99,8 @@ def fwd(
     ):
         from cute_attn import fp8
 
-        options = fp8.Options(causal, softmax_scale, out, out_dtype, k_block, config, arch)
-        o, lse = fp8.forward(q, k, v, (q_descale, k_descale, v_descale), preset, options)
+        call = fp8.Options(causal, softmax_scale, out, out_dtype, k_block, config, arch)
+        o, lse = fp8.forward(q, k, v, (q_descale, k_descale, v_descale), preset, call, return_lse)
         return (o, lse) if return_lse else o
     return launch.forward(q, k, v, causal, softmax_scale, out, return_lse, config, arch)
 
@@ -207,7 +207,9 @@ def flash_attn_func(
     if preset is not None:
         from cute_attn import fp8_autograd
 
-        out, lse = fp8_autograd.attention(q, k, v, softmax_scale, causal, deterministic, preset)
+        out, lse = fp8_autograd.attention(
+            q, k, v, softmax_scale, causal, deterministic, preset, bool(return_attn_probs)
+        )
         return (out, lse, None) if return_attn_probs else out
     out, lse = autograd.attention(
         q, k, v, softmax_scale, causal, deterministic, bool(return_attn_probs)

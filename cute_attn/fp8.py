@@ -3,30 +3,18 @@
 Kept apart from launch.py, which every bf16 and fp16 forward reads on its warm path.
 """
 
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from cute_attn import launch, quantize
+from cute_attn import fp8_launch, launch, quantize
 from cute_attn.config import Fp8Config
+from cute_attn.fp8_launch import Descales
+from cute_attn.fp8_launch import Options as Options
 from cute_attn.quantize import E4M3, INPUTS, QuantizedQKV
 
-Descales = tuple[Tensor | None, Tensor | None, Tensor | None]
-
-
-@dataclass(frozen=True, eq=False)
-class Options:
-    """The arguments of cute_attn.fwd that are neither tensors nor scales."""
-
-    causal: bool = False
-    softmax_scale: float | None = None
-    out: Tensor | None = None
-    out_dtype: torch.dtype | None = None
-    k_block: int | None = None
-    config: Any = None
-    arch: str | None = None
+NO_DESCALES = (None, None, None)
 
 
 def forward(
@@ -36,27 +24,107 @@ def forward(
     descales: Descales,
     preset: str | None,
     options: Options,
+    return_lse: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of an FP8 forward. Arguments and errors are those of cute_attn.fwd."""
+    """(out, lse) of an FP8 forward. Arguments and errors are those of cute_attn.fwd. lse may hold
+    nothing unless return_lse."""
     if isinstance(q, QuantizedQKV):
         _check_alone(k, v, descales, preset, options)
-        return _attend(q, options)
-    if k is None or v is None:
+        served = fp8_launch.serves(q.q)
+    else:
+        served = fp8_launch.serves(q)
+    key, plan = fp8_launch.find(q, k, v, descales, preset, options) if served else ((), None)
+    if plan is None or not _as_checked(q, k, v, descales, options):
+        pack, scale, dtype = _checked_call(q, k, v, descales, preset, options)
+        options = options._replace(softmax_scale=scale)
+        if not served:
+            return _on_cpu(pack or _quantised(q, k, v, preset, options), options, dtype)
+        if plan is None:  # softmax_scale may have been an int
+            key, plan = fp8_launch.find(q, k, v, descales, preset, options)
+        if plan is None:
+            negative = scale is not None and scale < 0.0
+            if pack is None:
+                plan = fp8_launch.plan_preset((q, k, v), preset, negative, dtype, options)  # type: ignore[arg-type]
+                if plan is None:
+                    pack = _quantised(q, k, v, preset, options)
+                    options = options._replace(k_block=None)
+                    return forward(pack, None, None, NO_DESCALES, None, options, return_lse)
+            else:
+                plan = fp8_launch.make_plan(
+                    pack, pack.q.device, options.causal, negative, dtype, options.config
+                )
+            fp8_launch.remember(key, plan)
+    return fp8_launch.run(plan, q, k, v, descales, options, return_lse)
+
+
+def knows(q: Tensor, k: Tensor, v: Tensor, preset: str, options: Options) -> bool:
+    """Whether such a call was checked before, and may be made without gradients."""
+    if not fp8_launch.serves(q):
+        return False
+    plan = fp8_launch.find(q, k, v, NO_DESCALES, preset, options)[1]
+    return plan is not None
+
+
+def _as_checked(
+    q: Tensor | QuantizedQKV,
+    k: Tensor | None,
+    v: Tensor | None,
+    descales: Descales,
+    options: Options,
+) -> bool:
+    """Whether a call is as the one whose plan it found, in what no key tells: 1 hashes as True
+    does, and gradients are refused."""
+    causal, out = options.causal, options.out
+    if (causal is not True and causal is not False) or launch._forward_ad._current_level >= 0:
+        return False
+    if not launch._grad_enabled():
+        return True
+    if out is not None and out.requires_grad:
+        return False
+    if isinstance(q, QuantizedQKV):
+        descales = q.q_descale, q.k_descale, q.v_descale
+        q, k, v = q.q, q.k, q.vt if q.v is None else q.v
+    if q.requires_grad or k.requires_grad or v.requires_grad:  # type: ignore[union-attr]
+        return False
+    return not any([t.requires_grad for t in descales if t is not None])
+
+
+def _checked_call(
+    q: Tensor | QuantizedQKV,
+    k: Tensor | None,
+    v: Tensor | None,
+    descales: Descales,
+    preset: str | None,
+    options: Options,
+) -> tuple[QuantizedQKV | None, float | None, torch.dtype]:
+    """All checks: (pack, softmax_scale, dtype of out), no pack where a preset is to make one."""
+    if isinstance(q, QuantizedQKV):
+        pack = q
+    elif k is None or v is None:
         missing = "k" if k is None else "v"
         raise TypeError(f"{missing} is missing: only a pack of quantize_qkv goes without k and v")
-    if preset is None:
-        return _attend(_packed(q, k, v, descales, options), options)
-    for name, descale in zip("qkv", descales):
-        if descale is not None:
-            raise ValueError(f"{name}_descale is given with preset {preset!r}, which measures it")
-    scale, dtype = checked_preset(q, k, v, preset, options)
-    _refuse_gradients({"q": q, "k": k, "v": v})
-    pack = quantize.quantize_qkv(q, k, v, preset=preset, k_block=options.k_block)
-    return _run(pack, options, scale, dtype)
+    elif preset is None:
+        pack = _packed(q, k, v, descales, options)
+    else:
+        for name, descale in zip("qkv", descales):
+            if descale is not None:
+                raise ValueError(
+                    f"{name}_descale is given with preset {preset!r}, which measures it"
+                )
+        scale, dtype = checked_preset(q, k, v, preset, options)
+        _refuse_gradients({"q": q, "k": k, "v": v})
+        return None, scale, dtype
+    of_v = quantize.shaped_as_v(pack)
+    _check_tensors(pack, of_v)
+    return pack, *_checked(pack.q, pack.k, of_v, pack.dtype, options)
+
+
+def _quantised(q: Any, k: Any, v: Any, preset: Any, options: Options) -> QuantizedQKV:
+    return quantize.quantize_qkv(q, k, v, preset=preset, k_block=options.k_block)
 
 
 def _packed(q: Tensor, k: Tensor, v: Tensor, descales: Descales, options: Options) -> QuantizedQKV:
-    """FP8 tensors with their descales as a pack. Whether these agree is asked in _attend."""
+    """FP8 tensors with their descales as a pack. Whether these agree is asked later."""
     for name, t in (("q", q), ("k", k), ("v", v)):
         if not isinstance(t, Tensor):
             raise TypeError(f"{name} is a {type(t).__name__}: a torch.Tensor is wanted")
@@ -75,24 +143,11 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, descales: Descales, options: Option
     )  # fmt: skip
 
 
-def _attend(pack: QuantizedQKV, options: Options) -> tuple[Tensor, Tensor]:
-    v = quantize.shaped_as_v(pack)
-    _check_tensors(pack, v)
-    scale, dtype = _checked(pack.q, pack.k, v, pack.dtype, options)
-    return _run(pack, options, scale, dtype)
-
-
-def _run(
-    pack: QuantizedQKV, options: Options, scale: float | None, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    if pack.q.device.type == "cuda":
-        from cute_attn import fp8_launch
-
-        return fp8_launch.attend(pack, options.causal, scale, options.out, dtype, options.config)
+def _on_cpu(pack: QuantizedQKV, options: Options, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     from cute_attn import reference_fp8
 
     o, lse = reference_fp8.attention_fp8(
-        pack, causal=options.causal, softmax_scale=scale, out_dtype=dtype
+        pack, causal=options.causal, softmax_scale=options.softmax_scale, out_dtype=dtype
     )
     return (o if options.out is None else options.out.copy_(o)), lse
 
@@ -161,6 +216,8 @@ def _check_alone(
     k: object, v: object, descales: Descales, preset: object, options: Options
 ) -> None:
     """A pack brings all that belongs to it."""
+    if k is v is preset is options.k_block is None and not any(d is not None for d in descales):
+        return
     given = {"k": k, "v": v, **{f"{name}_descale": d for name, d in zip("qkv", descales)}}
     given |= {"preset": preset, "k_block": options.k_block}
     for name, value in given.items():

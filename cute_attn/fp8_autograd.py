@@ -31,8 +31,11 @@ def attention(
     causal: bool,
     deterministic: bool,
     preset: str,
+    return_lse: bool,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse), differentiable. Arguments and errors are those of cute_attn.flash_attn_func."""
+    """(out, lse), differentiable; lse may hold nothing unless return_lse. Arguments and errors are
+    those of cute_attn.flash_attn_func. Without gradients, and with nothing that watches operators,
+    the dispatcher is spared."""
     for name, flag in (("causal", causal), ("deterministic", deterministic)):
         if not isinstance(flag, bool):
             raise TypeError(f"{name} is {flag!r}: a bool is wanted")
@@ -40,11 +43,21 @@ def attention(
     if not torch.compiler.is_compiling():  # there fwd_fp8 checks, when it runs
         autograd.refuse_transforms()
         options = Options(causal, softmax_scale)
-        softmax_scale, _ = fp8.checked_preset(q, k, v, preset, options)
-        if launch._forward_ad._current_level >= 0:  # torch's own message names no argument
+        tangents = launch._forward_ad._current_level >= 0
+        if _plain(q, k, v) and not tangents:
+            return fp8.forward(q, k, v, fp8.NO_DESCALES, preset, options, return_lse)
+        if not fp8.knows(q, k, v, preset, options):
+            softmax_scale, _ = fp8.checked_preset(q, k, v, preset, options)
+        if tangents:  # torch's own message names no argument
             launch._refuse_tangents(q, k, v)
     out, lse = torch.ops.cute_attn.fwd_fp8(q, k, v, softmax_scale, causal, deterministic, preset)
     return out, lse
+
+
+def _plain(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether fwd can answer."""
+    tensors = type(q) is type(k) is type(v) is Tensor
+    return tensors and autograd._plain(q, k, v) and not autograd._watched()
 
 
 def _fwd(
@@ -57,7 +70,7 @@ def _fwd(
     preset: str,
 ) -> tuple[Tensor, Tensor]:
     """deterministic is for the backward: the forward always is."""
-    return fp8.forward(q, k, v, (None, None, None), preset, Options(causal, softmax_scale))
+    return fp8.forward(q, k, v, fp8.NO_DESCALES, preset, Options(causal, softmax_scale))
 
 
 def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:

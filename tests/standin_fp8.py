@@ -6,7 +6,7 @@ import math
 import torch
 from standin import check_operand
 
-from cute_attn import fp8_prepare, launch, quantize, quantize_launch
+from cute_attn import fp8_launch, fp8_prepare, launch, quantize, quantize_launch
 from cute_attn.config import ONE_TILE, TransposeConfig
 from cute_attn.quantize import E4M3
 
@@ -29,8 +29,9 @@ def install(monkeypatch, stand_in):
     monkeypatch.setattr(stand_in, "build", build)
     monkeypatch.setattr(quantize, "_has_kernels", lambda q: isinstance(q, torch.Tensor))
     monkeypatch.setattr(launch, "_empty", poisoned)
-    for module in (quantize_launch, fp8_prepare):
+    for module in (quantize_launch, fp8_prepare, fp8_launch):
         monkeypatch.setattr(module, "_plans", {})
+    monkeypatch.setattr(fp8_launch, "_constants", {})
     return stand_in
 
 
