@@ -304,9 +304,12 @@ def _make_constants(plan: Plan, factors: list[Tensor | None]) -> None:
     if pair is None:
         if capturing:
             for i, value, shape in plan.missing:
-                factors[i] = torch.full((1,), value, device=device).expand(shape)
+                one = torch.full((1,), value, dtype=torch.float32, device=device)
+                factors[i] = one.expand(shape)
             return
-        pair = _constants[device] = torch.tensor([0.0, 1.0], device=device)  # waits for the copy
+        # no kernel makes them: this waits for the copy, so any stream may read them
+        pair = torch.tensor([0.0, 1.0], dtype=torch.float32, device=device)
+        _constants[device] = pair
     found = [(i, pair[int(value)].expand(shape)) for i, value, shape in plan.missing]
     plan.steps += tuple((i, _always(t)) for i, t in found)
     plan.missing = ()

@@ -441,6 +441,20 @@ def test_nothing_is_kept_of_a_graph(kernels, stand_in, monkeypatch):
     assert not plan.missing and len(plan.steps) == 5
 
 
+@pytest.mark.parametrize("capturing", [False, True])
+def test_constants_are_fp32_whatever_the_default(capturing, kernels, stand_in, monkeypatch):
+    tensors, _ = e4m3()
+    cute_attn.fwd(*tensors)
+    fp8_launch._plans.clear(), fp8_launch._constants.clear()
+    stand_in.capturing = capturing
+    default = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.float64)
+        agree(monkeypatch, *tensors)  # the stand-in asks for fp32
+    finally:
+        torch.set_default_dtype(default)
+
+
 def test_no_compile_during_capture(seen, stand_in):
     tensors, scales = e4m3()
     stand_in.capturing = True
