@@ -10,11 +10,12 @@ from cute_attn import backward as gradients
 from cute_attn import compile as jit
 from cute_attn.backward import BwdExplanation
 from cute_attn.config import BwdConfig, FwdConfig
-from cute_attn.problem import DTYPES, Problem
+from cute_attn.problem import DTYPES, Fp8Problem, Problem
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from cute_attn.config import QuantizeConfig
     from cute_attn.quantize import QuantizedQKV
 
 _NO_WINDOW = (None, None)
@@ -310,11 +311,13 @@ class Explanation:
     grid: int  # CTAs
     copies: tuple[str, ...]  # inputs that are copied because the hardware cannot load them
     compiled: str  # 'in memory', 'on disk' or 'not compiled'
+    quantise: "QuantizeConfig | None" = None  # of a preset: what a kernel before it does
 
     def __str__(self) -> str:
         p, c = self.problem, self.config
+        dtypes = f"e4m3, v {p.v_dtype}, out {p.dtype}" if isinstance(p, Fp8Problem) else p.dtype
         lines = [
-            f"problem    {p.dtype}{' causal' if p.causal else ''}, batch {p.batch}, "
+            f"problem    {dtypes}{' causal' if p.causal else ''}, batch {p.batch}, "
             f"seqlen {p.seqlen_q} x {p.seqlen_k}, heads {p.heads_q} over {p.heads_kv}, "
             f"head_dim {p.head_dim}, head_dim_v {p.head_dim_v}",
             f"arch       {self.arch}",
@@ -333,14 +336,16 @@ class Explanation:
                 f"copies     {', '.join(self.copies) or 'none'}",
                 f"compiled   {self.compiled}",
             ]
+            if self.quantise is not None:
+                lines.append(f"before     {self.quantise}")
         return "\n".join(lines)
 
 
 @overload
 def explain(
-    q: "Tensor",
-    k: "Tensor",
-    v: "Tensor",
+    q: "Tensor | QuantizedQKV",
+    k: "Tensor | None" = ...,
+    v: "Tensor | None" = ...,
     *,
     causal: bool = ...,
     softmax_scale: float | None = ...,
@@ -367,9 +372,9 @@ def explain(
 
 
 def explain(
-    q: "Tensor",
-    k: "Tensor",
-    v: "Tensor",
+    q: Any,
+    k: Any = None,
+    v: Any = None,
     *,
     causal: bool = False,
     softmax_scale: float | None = None,
@@ -378,39 +383,64 @@ def explain(
     backward: bool = False,
     **others: Any,
 ) -> Explanation | BwdExplanation:
-    """What fwd with the same arguments, or bwd if backward, would run, without running or
-    compiling it.
+    """What fwd with the same arguments, FP8's included, or bwd if backward, would run, without
+    running or compiling it.
 
     Here arch='sm90' goes with tensors of any device, the meta device included. Raises as they do.
     """
     unknown = others.keys() - ((bwd if backward else fwd).__kwdefaults__ or {}).keys()
     if unknown:
         raise TypeError(f"explain() got an unexpected argument {min(unknown)!r}")
-    _reject({"causal": causal, **others}, _BUILT_BWD if backward else _BUILT_FWD)
-    negative = softmax_scale is not None and launch.checked_scale(softmax_scale) < 0
+    _reject({"causal": causal, **others}, _BUILT_BWD if backward else _BUILT_FP8)
     if backward:
+        if softmax_scale is not None:
+            launch.checked_scale(softmax_scale)
         deterministic = others.get("deterministic", False)
         return gradients.explain(q, k, v, causal, config, arch, deterministic)
+    fp8_given = [others.get(name) for name in _FP8_ONLY]
+    if v is None or getattr(q, "dtype", None) is _E4M3 or any(x is not None for x in fp8_given):
+        from cute_attn import fp8
+
+        *descales, preset, k_block, out_dtype = fp8_given
+        call = fp8.Options(causal, softmax_scale, None, out_dtype, k_block, config, arch)
+        found = fp8.choose(q, k, v, tuple(descales), preset, call)  # type: ignore[arg-type]
+        device = getattr(q, "device", None) or q.q.device
+        given = found.problem, found.config, found.arch, device, found.copies
+        return _explanation(*given, found.quantise)
+    negative = softmax_scale is not None and launch.checked_scale(softmax_scale) < 0
     if arch == "sm90":
         plan = launch.make_plan(q, k, v, causal, negative, config, arch, foreign=True)
     else:
         plan = launch.make_plan(q, k, v, causal, negative, config, arch)
-    p, c = plan.problem, plan.config
+    copies = tuple(name for name, t in (("q", q), ("k", k), ("v", v)) if launch.needs_copy(t))
+    return _explanation(plan.problem, plan.config, plan.arch, plan.device, copies)
+
+
+def _explanation(
+    p: Problem,
+    c: FwdConfig,
+    arch: str,
+    device: "torch.device",
+    copies: tuple[str, ...],
+    quantise: "QuantizeConfig | None" = None,
+) -> Explanation:
     parts = c.parts(p)
-    tiles = 0 if plan.empty else -(-p.seqlen_q // c.tile_m) * p.heads_q * p.batch * parts
+    empty = 0 in (p.batch, p.seqlen_q, p.seqlen_k, p.heads_q)
+    tiles = 0 if empty else -(-p.seqlen_q // c.tile_m) * p.heads_q * p.batch * parts
     persistent = c.schedule != "grid"
     return Explanation(
         p,
         c,
-        plan.arch,
+        arch,
         c.smem_bytes(p),
         c.registers,
         c.threads,
         parts,
         tiles,
-        min(tiles, launch.multiprocessors(plan.device) or _DEFAULT_SMS) if persistent else tiles,
-        tuple(name for name, t in (("q", q), ("k", k), ("v", v)) if launch.needs_copy(t)),
-        "not compiled" if plan.arch == "cpu" else jit.state(p, c, plan.arch),
+        min(tiles, launch.multiprocessors(device) or _DEFAULT_SMS) if persistent else tiles,
+        copies,
+        "not compiled" if arch == "cpu" else jit.state(p, c, arch),
+        quantise,
     )
 
 
@@ -425,6 +455,7 @@ def warmup(
     arch: str | None = None,
     backward: bool = False,
     deterministic: bool = False,
+    preset: str | None = None,
 ) -> None:
     """Compile, or load from disk, the kernels of a class of problems, so that fwd need not,
     and bwd neither if backward.
@@ -433,9 +464,10 @@ def warmup(
     softmax_scale. One kernel serves all batch sizes, lengths, head counts and strides, and a second
     one few queries on many keys; with config, a BwdConfig if backward, only the kernel of that one
     is made ready. deterministic, with backward, takes the kernel of bwd(deterministic=True) instead
-    of the default's. Needs no GPU if arch is given: the cache directory then serves machines with
-    the same CPU features and DSL. On a GPU of that arch the kernel also becomes ready for
-    CUDA-graph capture.
+    of the default's. With preset the forward is that of fwd(preset=) and its packs, by config if it
+    is an Fp8Config, behind what quantises. Needs no GPU if arch is given: the cache directory then
+    serves machines with the same CPU features and DSL. On a GPU of that arch the kernel also
+    becomes ready for CUDA-graph capture.
     Raises ValueError or TypeError for a class or config that cannot be, ImportError without the
     DSL.
     """
@@ -451,24 +483,27 @@ def warmup(
     name = DTYPES.get(str(dtype), str(dtype))
     width = head_dim if head_dim_v is None else head_dim_v
     problem = Problem(name, head_dim, width, causal, negative)
-    configs: list[FwdConfig | BwdConfig] = []
-    if config is None or not backward:
-        configs.append(launch.choose_config(problem, config))  # type: ignore[arg-type]
-    if config is None:
-        configs.append(tuning.split(problem))
+    jobs: list[tuple[Problem, jit.AnyConfig]] = []
+    if preset is not None:
+        from cute_attn import fp8
+
+        jobs += fp8.kernels_of_preset(problem, preset, None if backward else config)
+    elif config is None or not backward:
+        jobs.append((problem, launch.choose_config(problem, config)))  # type: ignore[arg-type]
+    if config is None and preset is None:
+        jobs.append((problem, tuning.split(problem)))
     if backward and (config is not None or arch != "cpu"):
         chosen = gradients.choose_config(problem, config, deterministic)  # type: ignore[arg-type]
-        configs.append(chosen)
+        jobs.append((gradients.kernel_problem(problem), chosen))
     if arch == "cpu":
         return
-    for each in configs:
-        of_backward = isinstance(each, BwdConfig)
-        jit.get(gradients.kernel_problem(problem) if of_backward else problem, each, arch)
+    for each in jobs:
+        jit.get(*each, arch)
         if here and launch.runs_here(arch) and not torch.cuda.is_current_stream_capturing():
-            _first_launch(problem, each)
+            _first_launch(problem, each[1], preset)
 
 
-def _first_launch(problem: Problem, config: FwdConfig | BwdConfig) -> None:
+def _first_launch(problem: Problem, config: Any, preset: str | None) -> None:
     """The driver loads a kernel at its first launch, which a graph under capture may not do."""
     import torch
 
@@ -481,18 +516,18 @@ def _first_launch(problem: Problem, config: FwdConfig | BwdConfig) -> None:
     if isinstance(config, BwdConfig):
         lse = torch.zeros(1, 1, 1, device="cuda")
         gradients.backward(v, q, q, v, v, lse, problem.causal, scale, config=config)
-    else:
+    elif preset is None:
         launch.forward(q, q, v, problem.causal, scale, config=config)
+    elif isinstance(config, FwdConfig):  # what quantises is launched with it
+        fwd(q, q, v, causal=problem.causal, softmax_scale=scale, preset=preset, config=config)
 
 
 # Arguments that later issues build
 
 
 _BUILT_FWD = ("q", "k", "v", "causal", "softmax_scale", "out", "return_lse", "config", "arch")
-_BUILT_FP8 = (
-    *_BUILT_FWD,
-    *("q_descale", "k_descale", "v_descale", "preset", "k_block", "out_dtype"),
-)
+_FP8_ONLY = ("q_descale", "k_descale", "v_descale", "preset", "k_block", "out_dtype")
+_BUILT_FP8 = (*_BUILT_FWD, *_FP8_ONLY)
 _BUILT_BWD = (
     *("dout", "q", "k", "v", "out", "lse", "causal", "softmax_scale", "dlse", "deterministic"),
     *("config", "arch"),

@@ -3,15 +3,16 @@
 Kept apart from launch.py, which every bf16 and fp16 forward reads on its warm path.
 """
 
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from cute_attn import fp8_launch, launch, quantize
-from cute_attn.config import Fp8Config
+from cute_attn import fp8_launch, launch, quantize, quantize_launch
+from cute_attn.config import Fp8Config, QuantizeConfig
 from cute_attn.fp8_launch import Descales
 from cute_attn.fp8_launch import Options as Options
+from cute_attn.problem import DTYPES, Fp8Problem, Problem
 from cute_attn.quantize import E4M3, INPUTS, QuantizedQKV
 
 NO_DESCALES = (None, None, None)
@@ -63,6 +64,67 @@ def knows(q: Tensor, k: Tensor, v: Tensor, preset: str, options: Options) -> boo
         return False
     plan = fp8_launch.find(q, k, v, NO_DESCALES, preset, options)[1]
     return plan is not None
+
+
+class Chosen(NamedTuple):
+    """What would run a call."""
+
+    problem: Fp8Problem
+    config: Fp8Config
+    arch: str
+    quantise: QuantizeConfig | None  # of a call with a preset
+    copies: tuple[str, ...]
+
+
+def choose(
+    q: Tensor | QuantizedQKV,
+    k: Tensor | None,
+    v: Tensor | None,
+    descales: Descales,
+    preset: str | None,
+    options: Options,
+) -> Chosen:
+    """For explain and warmup: nothing runs. With arch 'sm90' tensors may be on any device, the meta
+    device included."""
+    if isinstance(q, QuantizedQKV):
+        _check_alone(k, v, descales, preset, options)
+    foreign = options._replace(foreign=options.arch == "sm90")
+    pack, scale, dtype = _checked_call(q, k, v, descales, preset, foreign)
+    given, quantise = pack, None
+    if pack is None:
+        wanted = preset, 0, options.k_block, "head"
+        plan = quantize_launch.make_plan((q, k, v), fp8_launch.UNSHIFTED, wanted, True)  # type: ignore[arg-type]
+        pack, quantise = quantize_launch.shapes(plan), plan.config
+    negative = scale is not None and scale < 0.0
+    problem = fp8_launch.make_problem(pack, options.causal, negative, dtype)
+    empty = 0 in (problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k)
+    config = fp8_launch.choose_config(problem, None if empty else options.config)
+    problem = problem.with_fine_k(fp8_launch._of_blocks(pack, config.tile_n)[2])
+    tensors = (q, k, v) if given is None else (pack.q, pack.k, pack.v)
+    copies = [name for name, t in zip("qkv", tensors) if t is not None and launch.needs_copy(t)]
+    if given is not None and pack.v is not None and pack.v.dtype == E4M3:
+        copies = [*(name for name in copies if name != "v"), "v"]  # to vt
+    device = pack.q.device if given is not None else q.device  # type: ignore[union-attr]
+    arch = options.arch if foreign.foreign else launch.choose_arch(device, options.arch)
+    return Chosen(problem, config, str(arch), quantise, tuple(copies))
+
+
+def kernels_of_preset(
+    problem: Problem, preset: str, config: Any
+) -> "list[tuple[Problem, Fp8Config | QuantizeConfig]]":
+    """Of the smallest call with problem's head dims, dtype, mask and sign of the scale, as it
+    launches them."""
+    dtype = next(t for t in INPUTS if DTYPES[str(t)] == problem.dtype)
+    q, v = (
+        torch.empty(1, 1, 1, d, dtype=dtype, device="meta")
+        for d in (problem.head_dim, problem.head_dim_v)
+    )
+    scale = -1.0 if problem.negative_scale else None
+    call = Options(problem.causal, scale, config=config, arch="sm90")
+    found = choose(q, q, v, NO_DESCALES, preset, call)
+    assert found.quantise is not None
+    plain = Problem(problem.dtype, problem.head_dim, problem.head_dim_v)
+    return [(plain, found.quantise), (found.problem, found.config)]
 
 
 def _as_checked(
@@ -180,7 +242,8 @@ def _checked(
     dtype = _checked_out(q, k, v, default, options)
     if options.config is not None and not isinstance(options.config, Fp8Config):
         raise TypeError(f"config is {options.config!r}: FP8 wants an Fp8Config")
-    launch.choose_arch(q.device, options.arch)
+    if not options.foreign:
+        launch.choose_arch(q.device, options.arch)
     return scale, dtype
 
 

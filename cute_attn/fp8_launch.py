@@ -43,6 +43,7 @@ class Options(NamedTuple):
     k_block: int | None = None
     config: Any = None
     arch: str | None = None
+    foreign: bool = False  # do not ask whether the tensors' device runs arch
 
 
 class Tensors(NamedTuple):
@@ -89,7 +90,7 @@ def find(
     options: Options,
 ) -> tuple[Key, Plan | None]:
     """The plan of such a call, if there is one, and where to remember it; () is nowhere."""
-    causal, scale, out, out_dtype, k_block, config, arch = options
+    causal, scale, out, out_dtype, k_block, config, arch, _ = options
     negative = False
     if scale is not None:
         if type(scale) is not float or not -launch.MAX_SCALE <= scale <= launch.MAX_SCALE:

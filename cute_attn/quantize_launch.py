@@ -235,9 +235,10 @@ def make_plan(
     tensors: tuple[Tensor, ...],
     given: Vectors,
     options: tuple[str, int | None, object, str] | None,
+    foreign: bool = False,
 ) -> Plan:
     """Check the call, and say what it makes. options: None for statistics alone. Nothing is
-    compiled or allocated here."""
+    compiled or allocated here. foreign: do not ask whether the tensors' device runs kernels."""
     q, k, v = tensors
     quantize._check_inputs(q, k, v)
     quantize._check_rope(given[3], given[4], q, k)
@@ -248,7 +249,8 @@ def make_plan(
         block = quantize._check_options(k, v, given[:3], options)
     config = choose_config(given, preset, seed, block, v_scales, q.shape[3], options is None)
     problem = Problem(DTYPES[str(q.dtype)], q.shape[3], v.shape[3])
-    launch.choose_arch(q.device, None)
+    if not foreign:
+        launch.choose_arch(q.device, None)
     empty = 0 in q.shape[:3] or k.shape[1] == 0
     rows = _chunk(q.shape[1]), _chunk(k.shape[1]), block or max(16, round_up(k.shape[1], 16))
     return Plan(
@@ -264,7 +266,7 @@ def make_plan(
         all(map(launch._loadable_strides, tensors)),
         _all_plain(given, config),
         rows,
-        {} if empty else _layouts(q, k, v, config, rows),
+        _layouts(q, k, v, config, rows),
     )
 
 

@@ -1,5 +1,5 @@
-"""As standin.py, for quantize_qkv and transpose_v: CPU tensors take the device path, and stand-ins
-for the kernels insist on what the real ones require and compute with torch."""
+"""As standin.py, for quantize_qkv, transpose_v and fwd in FP8: CPU tensors take the device path,
+and stand-ins for the kernels insist on what the real ones require and compute with torch."""
 
 import math
 
@@ -7,7 +7,7 @@ import torch
 from standin import check_operand
 
 from cute_attn import fp8_launch, fp8_prepare, launch, quantize, quantize_launch
-from cute_attn.config import ONE_TILE, TransposeConfig
+from cute_attn.config import ONE_TILE, Fp8Config, TransposeConfig
 from cute_attn.quantize import E4M3
 
 FP32 = torch.float32
@@ -149,3 +149,81 @@ def reference_statistics(q, k, v, cos, sin):
     mean = quantize._mean(K, (0, 1))
     balance = quantize._balance(Q, K - mean, (0, 1))
     return mean, quantize._mean(v.float(), (0, 1)), balance
+
+
+# The forward
+
+
+def install_forward(monkeypatch, stand_in):
+    """fwd's FP8 calls of CPU tensors take the device path; quantize_qkv stays in torch. Returns
+    what the kernel was given: problem, config, lse."""
+    seen = []
+    install(monkeypatch, stand_in)
+    build = stand_in.build
+
+    def build_forward(problem, config, arch):
+        if isinstance(config, Fp8Config):
+            stand_in.built.append((problem, config, arch))
+            return forward_kernel(problem, config, seen)
+        return build(problem, config, arch)
+
+    monkeypatch.setattr(stand_in, "build", build_forward)
+    monkeypatch.setattr(quantize, "_has_kernels", lambda q: False)
+    monkeypatch.setattr(fp8_launch, "serves", lambda q: True)
+    return seen
+
+
+def check_tensor(t, width):
+    assert t.data_ptr() % 16 == 0 and t.stride(3) == 1
+    assert all(stride * width % 16 == 0 for stride in t.stride()[:3])
+
+
+def keys_in_order(vt, seqlen):
+    """vt (b, hk, dv, padded) -> (b, seqlen, hk, dv)"""
+    place = {key: position for position, key in enumerate(order_of_keys())}
+    columns = [key // 32 * 32 + place[key % 32] for key in range(seqlen)]
+    return vt.float()[..., columns].permute(0, 3, 1, 2)
+
+
+def order_of_keys():
+    from cute_attn.kernels.common.v_layout import ORDER
+
+    return ORDER
+
+
+def forward_kernel(problem, config, seen):
+    def kernel(q, k, v, o, lse, counter, sms, size, q_heads, shift, *factors):
+        qf, kf, vf, vs, dot = factors
+        assert counter.item() == 0 and sms == 132
+        seen.append((problem, config, lse))
+        group, seqlen_k = q.shape[2] // k.shape[2], k.shape[1]
+        for t, width in ((q, 1), (k, 1), (v, v.element_size()), (o, 2)):
+            check_tensor(t, width)
+        for t in (qf, kf, vf, vs, dot):
+            assert t.dtype == torch.float32 and t.dim() == 3
+        if v.dtype == E4M3:
+            assert v.shape[3] % 128 == 0
+            v = keys_in_order(v, seqlen_k)
+        span = 16 if problem.fine_k else config.tile_n << shift
+        assert kf.shape[2] >= -(-seqlen_k // span)
+        for t, pairs in ((vf, problem.channels), (vs, problem.v_shift)):
+            plain = t.stride(2) == 1 and all(s % 2 == 0 for s in t.stride()[:2])
+            assert plain and t.data_ptr() % 8 == 0 if pairs else t.stride(2) == 0
+        of_k = kf[:, :, torch.arange(seqlen_k) // span].repeat_interleave(group, 1)
+        of_q = qf.repeat_interleave(q_heads, 1)
+        assert of_q.shape == lse.shape
+        scale = -size if problem.negative_scale else size
+        S = torch.einsum("bqhd,bkhd->bhqk", q.float(), k.float().repeat_interleave(group, 2))
+        S = S * of_q.unsqueeze(3) * of_k.unsqueeze(2) * scale
+        if problem.causal:
+            mask = torch.ones(S.shape[2:], dtype=torch.bool).tril(seqlen_k - q.shape[1])
+            S.masked_fill_(~mask, -torch.inf)
+        if lse.stride(2):  # else nobody wants it, and it is one float
+            assert lse.is_contiguous()
+            lse.copy_(S.logsumexp(-1) + scale * dot)
+        P = torch.softmax(S, -1)
+        out = torch.einsum("bhqk,bkhd->bqhd", P, v.float().repeat_interleave(group, 2))
+        vf, vs = (t.repeat_interleave(group, 1).unsqueeze(1) for t in (vf, vs))
+        o.copy_(out * vf + vs)
+
+    return kernel

@@ -162,16 +162,6 @@ def test_unbuilt_arguments_are_named(name, value):
             call(q, k, v, **{name: value})
 
 
-def test_arguments_of_fp8_are_unbuilt_in_explain():
-    for name in ("q_descale", "k_descale", "v_descale"):
-        with pytest.raises(NotImplementedError, match=name):
-            cute_attn.explain(*tensors(), **{name: torch.ones(1)})
-    with pytest.raises(NotImplementedError, match="preset"):
-        cute_attn.explain(*tensors(), preset="fp8")
-    with pytest.raises(NotImplementedError, match="q.dtype is torch.float8_e4m3fn"):
-        cute_attn.explain(*(t.to(torch.float8_e4m3fn) for t in tensors()))
-
-
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("window", [(None, None), (-1, -1), (-1, None), [None, -1]])
 def test_windows_without_a_bound(causal, window):

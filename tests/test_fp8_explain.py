@@ -1,0 +1,134 @@
+"""explain and warmup of FP8, without a GPU: as test_api.py and test_tools_bwd.py."""
+
+from dataclasses import replace
+
+import pytest
+import standin_fp8
+import torch
+from fp8_oracle import E4M3
+from helpers import BF16, FP16, qkv
+
+import cute_attn
+from cute_attn import compile as jit
+from cute_attn import launch, quantize
+from cute_attn.config import BwdConfig, Fp8Config, QuantizeConfig
+from cute_attn.problem import Fp8Problem
+
+
+@pytest.fixture
+def kernels(stand_in, monkeypatch):
+    seen = standin_fp8.install_forward(monkeypatch, stand_in)
+    monkeypatch.setattr(quantize, "_has_kernels", lambda q: isinstance(q, torch.Tensor))
+    return seen
+
+
+def sixteen_bit(device="cpu", dtype=BF16):
+    return [t.to(device) for t in qkv(2, 300, 500, (4, 2), (64, 48), dtype=dtype)]
+
+
+def calls():
+    q, k, v = sixteen_bit()
+    scales = {f"{n}_descale": torch.rand(2, 2) for n in "qkv"}
+    eight = [t.to(E4M3) for t in (q, k, v)]
+    return [
+        ((q, k, v), {"preset": "fp8"}),
+        ((q, k, v), {"preset": "fp8_hp", "k_block": 48, "out_dtype": FP16}),
+        ((cute_attn.quantize_qkv(q, k, v, v_scales="channel"),), {}),
+        ((cute_attn.quantize_qkv(q, k, v, v_shift=False, k_block=48),), {"out_dtype": FP16}),
+        (eight, scales),
+        ((*eight[:2], v), {"config": Fp8Config(128, 64)}),
+    ]
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True, "softmax_scale": -0.3}])
+def test_what_is_explained_reaches_the_kernel(options, kernels, stand_in):
+    for args, more in calls():
+        before = cute_attn.explain(*args, **options, **more)
+        stand_in.built.clear()
+        jit.forget()
+        cute_attn.fwd(*args, **options, **more)
+        after = cute_attn.explain(*args, **options, **more)
+        assert after.compiled == "in memory" and replace(after, compiled=before.compiled) == before
+        problem, config, _ = kernels[-1]
+        assert (problem, config) == (after.problem.static(), after.config)
+        quantised = [c for _, c, _ in stand_in.built if isinstance(c, QuantizeConfig)]
+        assert quantised in ([], [after.quantise])
+        assert (after.quantise is None) == ("preset" not in more)
+
+
+def test_explain_on_any_device():
+    for device in ("cpu", "meta"):
+        q, k, v = sixteen_bit(device)
+        e = cute_attn.explain(q, k, v, causal=True, preset="fp8", arch="sm90")
+        sizes = (2, 300, 500, 4, 2)
+        assert e.problem == Fp8Problem("bf16", 64, 48, True, False, *sizes, v_shift=True)
+        assert e.smem_bytes == e.config.smem_bytes(e.problem) and not e.copies and e.parts == 1
+        assert e.tiles == 2 * 4 * -(-300 // e.config.tile_m) and e.grid == min(e.tiles, 132)
+        for part in ("e4m3, v e4m3, out bf16 causal", "sm90", "before     QuantizeConfig("):
+            assert part in str(e)
+        eight = [t.to(E4M3) for t in (q, k, v)]
+        assert cute_attn.explain(*eight, arch="sm90").copies == ("v",)  # to vt
+        assert not cute_attn.explain(*eight[:2], v, arch="sm90").copies
+    q, k, v = sixteen_bit()
+    assert "in torch" in str(cute_attn.explain(q, k, v, preset="fp8"))
+    assert "nothing" in str(cute_attn.explain(q, k[:, :0], v[:, :0], preset="fp8", arch="sm90"))
+    large = Fp8Config(128, 224, kv_stages=8)  # nothing runs it
+    empty = cute_attn.explain(q, k[:, :0], v[:, :0], preset="fp8", config=large)
+    assert (
+        not empty.tiles and cute_attn.fwd(q[:, :0], k, v, preset="fp8", config=large).numel() == 0
+    )
+    assert "QuantizeConfig" not in str(cute_attn.explain(cute_attn.quantize_qkv(q, k, v)))
+
+
+@pytest.mark.parametrize(
+    "error, match, wrong",
+    [
+        (ValueError, "preset is 'fp4'", {"preset": "fp4"}),
+        (ValueError, "q_descale is given with preset", {"q_descale": torch.ones(1)}),
+        (TypeError, "FP8 wants an Fp8Config", {"config": cute_attn.FwdConfig()}),
+        (ValueError, "shared memory", {"config": Fp8Config(128, 224, kv_stages=8)}),
+        (TypeError, "k is missing", {"k": None}),
+        (TypeError, "causal is 1", {"causal": 1}),
+        (ValueError, "softmax_scale", {"softmax_scale": float("nan")}),
+        (ValueError, "k_block is 24", {"k_block": 24}),
+        (TypeError, "unexpected argument 'preset'", {"backward": True}),
+        (NotImplementedError, "softcap is not built yet", {"softcap": 3.0}),
+        (ValueError, "arch is 'sm70'", {"arch": "sm70"}),
+    ],
+)
+def test_explain_errors(error, match, wrong):
+    call = dict(zip("qkv", sixteen_bit())) | {"preset": "fp8"} | wrong
+    with pytest.raises(error, match=match):
+        cute_attn.explain(**call)
+
+
+@pytest.mark.parametrize("preset", ["fp8", "fp8_hp"])
+@pytest.mark.parametrize("options", [{}, {"causal": True, "softmax_scale": -1.0}])
+def test_warmup_makes_what_a_call_takes(preset, options, kernels, stand_in, monkeypatch):
+    monkeypatch.setattr(launch, "runs_here", lambda arch: False)
+    cute_attn.warmup(64, 48, arch="sm90", preset=preset, **options)
+    ready = len(stand_in.built)
+    assert ready == 2
+    cute_attn.fwd(*sixteen_bit(), preset=preset, **options)
+    cute_attn.fwd(cute_attn.quantize_qkv(*sixteen_bit(), preset=preset), **options)
+    assert len(stand_in.built) == ready and len(kernels) == 2
+
+
+def test_warmup_for_training(kernels, stand_in, monkeypatch):
+    monkeypatch.setattr(launch, "runs_here", lambda arch: False)
+    cute_attn.warmup(64, arch="sm90", preset="fp8", backward=True)
+    kinds = [type(config) for _, config, _ in stand_in.built]
+    assert kinds == [QuantizeConfig, Fp8Config, BwdConfig]
+    cute_attn.warmup(64, arch="sm90", preset="fp8", config=Fp8Config(128, 64))
+    assert stand_in.built[-1][1] == Fp8Config(128, 64)
+
+
+def test_warmup_errors():
+    for arch in ("cpu", "sm90"):
+        with pytest.raises(ValueError, match="preset is 'fp4'"):
+            cute_attn.warmup(64, preset="fp4", arch=arch)
+        with pytest.raises(ValueError, match="head_dim is 24: FP8 allows"):
+            cute_attn.warmup(24, preset="fp8", arch=arch)
+        with pytest.raises(TypeError, match="FP8 wants an Fp8Config"):
+            cute_attn.warmup(64, preset="fp8", config=cute_attn.FwdConfig(), arch=arch)
+    cute_attn.warmup(64, preset="fp8", arch="cpu")
