@@ -127,10 +127,12 @@ class Fp8Config(FwdConfig):
     """The knobs of the Hopper FP8 forward kernel."""
 
     exact_max: bool = True  # False: weights are taken against a maximum found before
+    promote: int = 0  # blocks whose P V the tensor core adds up before fp32 takes over, 0: all
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_allowed(self, "tile_n", range(32, 257, 32))
+        _check_allowed(self, "promote", (0, 1, 2, 4, 8))
         _check_allowed(self, "split_kv", (False,))
 
     def smem_bytes(self, problem: Problem, itemsize: int = 1) -> int:
@@ -143,7 +145,10 @@ class Fp8Config(FwdConfig):
     def accumulator_registers(self, problem: Problem) -> int:
         assert isinstance(problem, Fp8Problem)
         weights = self.tile_n // (8 if problem.v_dtype == "e4m3" else 4)
-        return self.tile_n // 2 + weights + problem.tile_dim_v // 2
+        held = self.tile_n // 2 + weights + problem.tile_dim_v // 2
+        if self.promote:  # and then there is no room for late weights beside the scores
+            held += problem.tile_dim_v // 2 + (0 if self.exact_max else self.tile_n // 4)
+        return held
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,17 @@ TABLE = fp8_jobs()
 FIRST = [job for job in TABLE if job[0].v_dtype == "e4m3" and job[0].head_dim in (64, 128)]
 BASE = Fp8Problem("bf16", 128, 128, True)
 ALL = replace(BASE, dtype="fp16", negative_scale=True, fine_k=True, channels=True, v_shift=True)
+PROMOTING = Fp8Config(128, 128, promote=4)
+LATE = replace(PROMOTING, exact_max=False)
+PROMOTED = [  # a second accumulator in what registers are left
+    (replace(ALL, fine_k=False), replace(PROMOTING, kv_stages=3)),
+    (replace(BASE, causal=False), replace(LATE, tile_n=96, promote=1)),
+    (Fp8Problem("bf16", 64, 64, True), replace(LATE, kv_stages=4, pingpong=False)),
+    (Fp8Problem("bf16", 64, 64, True), replace(PROMOTING, tile_m=192, tile_n=96, promote=8)),
+    (Fp8Problem("bf16", 96, 96, True), LATE),
+    (Fp8Problem("bf16", 256, 128, True, channels=True, v_shift=True), PROMOTING),
+    (Fp8Problem("bf16", 64, 64, True, v_dtype="bf16"), PROMOTING),
+]
 KNOBS = [
     (replace(BASE, channels=True, v_shift=True), Fp8Config()),
     (replace(BASE, fine_k=True), Fp8Config(128, 160)),
@@ -66,12 +77,12 @@ def test_more_tuning_rows(job):
     compare_golden(GOLDEN, job_id(job), check(*job).golden(), map(job_id, TABLE))
 
 
-@pytest.mark.parametrize("job", KNOBS[:1])
-def test_factors_of_channels(job):
+@pytest.mark.parametrize("job", KNOBS[:1] + PROMOTED[:1])
+def test_factors_of_channels_and_sums_in_fp32(job):
     check(*job)
 
 
 @slow
-@pytest.mark.parametrize("job", KNOBS[1:] + CLASSES, ids=job_id)
+@pytest.mark.parametrize("job", KNOBS[1:] + PROMOTED[1:] + CLASSES, ids=job_id)
 def test_more_head_dims_and_knobs(job):
     check(*job)

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from cute_attn import tuning, tuning_bwd
-from cute_attn.config import SMEM_LIMIT, BwdConfig, FwdConfig
-from cute_attn.problem import Problem
+from cute_attn.config import SMEM_LIMIT, BwdConfig, Fp8Config, FwdConfig
+from cute_attn.problem import Fp8Problem, Problem
 
 
 @pytest.mark.parametrize(
@@ -40,6 +40,17 @@ def test_slots_that_serve_warpgroups_in_turn_need_the_token(tile_m, q_slots):
     config = FwdConfig(tile_m, 64, q_slots=q_slots)
     with pytest.raises(ValueError, match="q_slots is .* without pingpong"):
         replace(config, pingpong=False)
+
+
+def test_sums_in_fp32_need_registers():
+    """And late weights more, which lie beside the scores."""
+    exact, late = Fp8Config(promote=4), Fp8Config(exact_max=False, promote=4)
+    fit = [[d for d in (64, 96, 128, 256) if not c.infeasible(Fp8Problem("bf16", d, d))] for c in (
+        exact, late, replace(late, tile_n=96), replace(exact, tile_m=192, tile_n=96)
+    )]  # fmt: skip
+    assert fit == [[64, 96, 128], [64, 96], [64, 96, 128], [64]]
+    with pytest.raises(ValueError, match="config.promote is 3: allowed are 0, 1, 2, 4, 8$"):
+        Fp8Config(promote=3)
 
 
 def test_default_slots_follow_the_tile():

@@ -100,7 +100,9 @@ class Fp8ForwardSm90(ForwardSm90):
     def consumer(self, x, smem, f, pipes, shape, scale_log2):
         softmax = make_fp8_softmax(self.cfg, self.problem, scale_log2)
         at = cute.make_rmem_tensor(2, Int32)
-        return Fp8Consumer(self.cfg, self.problem, x, smem, f, softmax, pipes, shape, at)
+        total = f.acc_O.layout if const_expr(self.cfg.promote) else cute.make_layout(1)
+        total = cute.make_rmem_tensor(total, Float32)
+        return Fp8Consumer(self.cfg, self.problem, x, smem, f, softmax, pipes, shape, at, total)
 
 
 def compile_fp8_fwd(problem: Fp8Problem, config: Fp8Config, options: str = ""):

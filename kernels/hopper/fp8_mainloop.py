@@ -9,6 +9,9 @@ With exact_max the maximum of a row is taken in every block; O is multiplied onl
 Without, and with P in e4m3, 5 takes the 8's place, and a block that every row sees whole is weighed
 against the maximum of those before it; a warp that finds a sum too large for e4m3 weighs again. A
 NaN in V reaches every row of a 64-row tile that reads its block, also those the mask hides it from.
+
+The tensor core drops of every term what lies some 2^13 below the sum that it is added to: a sum of
+many terms alike stops growing. With `promote` the sum in it is of a few blocks, O of fp32 ones.
 """
 
 from dataclasses import dataclass
@@ -34,6 +37,7 @@ FAILURES = 6  # blocks of a tile that may need their maximum before all others a
 @dataclass(frozen=True)
 class Fp8Consumer(Consumer):
     at: cute.Tensor  # (2,) KV head and batch of the tile
+    total: cute.Tensor  # what O was when the tensor core's sum began anew, if it does
 
     @property
     def qk_steps(self) -> int:
@@ -78,6 +82,7 @@ class Fp8Consumer(Consumer):
             row = cutlass.min(rows.first + C[r, 0][0], self.shape.seqlen_q - 1)
             descale = scales.q[row, tile.head // scales.q_heads, tile.batch]
             self.softmax.scale[r] = self.softmax.scale_log2 * descale
+        self.total.fill(0.0)
         return Consumer.begin(self, q, k, v, tile, rows)
 
     @cute.jit
@@ -85,9 +90,18 @@ class Fp8Consumer(Consumer):
         return Boolean(False)
 
     @cute.jit
+    def beside_scores(self, block: Int32):
+        """Every so many blocks, by their place among the keys alone: a row's bits must not depend
+        on other tiles."""
+        if const_expr(self.cfg.promote):
+            if block & (self.cfg.promote - 1) == 0:
+                self.total.store(self.total.load() + self.f.acc_O.load())
+                self.f.acc_O.fill(0.0)
+
+    @cute.jit
     def masked_block(self, q, k, v, rows: Rows, block: Int32):
         factors = self.factors(block)  # loaded while the products run
-        acc_S, k = self.products(q, k, v)
+        acc_S, k = self.products(q, k, v, block)
         moved = self.weigh_masked_by(acc_S, rows, block, factors)
         v = self.take_up(acc_S, v, moved)
         return k, v
@@ -95,7 +109,7 @@ class Fp8Consumer(Consumer):
     @cute.jit
     def block(self, q, k, v, block: Int32):
         factors = self.factors(block)
-        acc_S, k = self.products(q, k, v)
+        acc_S, k = self.products(q, k, v, block)
         scales = self.softmax.prepare(acc_S, factors)
         moved = self.softmax.exact_fp8(acc_S, scales)
         v = self.take_up(acc_S, v, moved)
@@ -105,7 +119,7 @@ class Fp8Consumer(Consumer):
     def late_block(self, q, k, v, block: Int32, failures: Int32):
         """block without a maximum, while this warp has seldom needed one."""
         factors = self.factors(block)
-        acc_S, k = self.products(q, k, v)
+        acc_S, k = self.products(q, k, v, block)
         scales = self.softmax.prepare(acc_S, factors)
         pairs = cute.make_rmem_tensor(cute.size(acc_S) // 2, cutlass.Int16)
         pairs.fill(0)
@@ -128,7 +142,7 @@ class Fp8Consumer(Consumer):
         warpgroup.wait_group(0)
         if moved:
             self.softmax.lower_sums()
-            self.softmax.rescale(self.f.acc_O)
+            self.rescale_output()
 
     @cute.jit
     def take_up(self, acc_S, v, moved: Boolean):
@@ -172,7 +186,13 @@ class Fp8Consumer(Consumer):
     def rescale(self):
         warpgroup.wait_group(0)
         self.softmax.add_fixed()
+        self.rescale_output()
+
+    @cute.jit
+    def rescale_output(self):
         self.softmax.rescale(self.f.acc_O)
+        if const_expr(self.cfg.promote):
+            self.softmax.rescale(self.total)
 
     @cute.jit
     def blocks(self, q, k, v, tile: Tile, rows: Rows, rough: Boolean):
@@ -201,6 +221,8 @@ class Fp8Consumer(Consumer):
         warpgroup.wait_group(0)
         self.pipes.v.consumer_release(v)
         v.advance()
+        if const_expr(self.cfg.promote):
+            self.f.acc_O.store(self.f.acc_O.load() + self.total.load())
         self.scale_output(norm)
         if const_expr(not same_slots(self.problem)):
             cute.arch.barrier(barrier_id=OUTPUT_BARRIER + self.f.wg, number_of_threads=128)

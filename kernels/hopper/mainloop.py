@@ -244,12 +244,13 @@ class Consumer:
         self.keep_weights(acc_S)
 
     @cute.jit
-    def products(self, q, k, v):
+    def products(self, q, k, v, block: Int32):
         """S of one block issued, then O += P V of the block before it; S is there on return."""
         acc_S = self.scores()
         self.pipes.k.consumer_wait(k)
         self.take_token()
         self.issue_qk(acc_S, q.index, k)
+        self.beside_scores(block)
         self.pipes.v.consumer_wait(v)
         self.issue_pv(v)
         self.pass_token()
@@ -259,9 +260,13 @@ class Consumer:
         return acc_S, k
 
     @cute.jit
+    def beside_scores(self, block: Int32):
+        """What there is to be done with O while the tensor core has S of this block to compute."""
+
+    @cute.jit
     def masked_block(self, q, k, v, rows: Rows, block: Int32):
         """A block on the diagonal or at the end of the keys."""
-        acc_S, k = self.products(q, k, v)
+        acc_S, k = self.products(q, k, v, block)
         self.weigh_masked(acc_S, rows, block)
         warpgroup.wait_group(0)
         self.pipes.v.consumer_release(v)
@@ -273,7 +278,7 @@ class Consumer:
     @cute.jit
     def block(self, q, k, v, tile: Tile, rows: Rows, block: Int32, rough: Boolean):
         """A block that every row sees whole. rough: this warp takes the maximum first."""
-        acc_S, k = self.products(q, k, v)
+        acc_S, k = self.products(q, k, v, block)
         outcome = Int32(LOST)
         if not rough:
             outcome = self.softmax.late(acc_S)
