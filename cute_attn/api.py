@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 _NO_WINDOW = (None, None)
 _NO_FLASH_WINDOW = (-1, -1)  # flash_attn's way to say so
 _DEFAULT_SMS = 132  # an H100 or H200, where explain has no device to ask
+_STATES = ("not compiled", "on disk", "in memory")  # what they begin with
 _E4M3 = torch.float8_e4m3fn
 
 
@@ -312,6 +313,7 @@ class Explanation:
     copies: tuple[str, ...]  # inputs that are copied because the hardware cannot load them
     compiled: str  # 'in memory', 'on disk' or 'not compiled'
     quantise: "QuantizeConfig | None" = None  # of a preset: what a kernel before it does
+    launches: int = 1  # one after the other, for columns of V each
 
     def __str__(self) -> str:
         p, c = self.problem, self.config
@@ -332,7 +334,8 @@ class Explanation:
                 f"smem       {self.smem_bytes} bytes per CTA",
                 f"registers  {self.registers[0]} consumer, {self.registers[1]} producer",
                 f"grid       {self.grid} CTAs of {self.threads} threads, {self.tiles} query tiles"
-                + (f", keys in {self.parts} parts" if self.parts > 1 else ""),
+                + (f", keys in {self.parts} parts" if self.parts > 1 else "")
+                + (f", {self.launches} times" if self.launches > 1 else ""),
                 f"copies     {', '.join(self.copies) or 'none'}",
                 f"compiled   {self.compiled}",
             ]
@@ -424,23 +427,25 @@ def _explanation(
     copies: tuple[str, ...],
     quantise: "QuantizeConfig | None" = None,
 ) -> Explanation:
-    parts = c.parts(p)
+    parts, launches = c.parts(p), c.launches(p)
     empty = 0 in (p.batch, p.seqlen_q, p.seqlen_k, p.heads_q)
     tiles = 0 if empty else -(-p.seqlen_q // c.tile_m) * p.heads_q * p.batch * parts
     persistent = c.schedule != "grid"
+    states = ["not compiled" if arch == "cpu" else jit.state(each, c, arch) for each in launches]
     return Explanation(
         p,
         c,
         arch,
-        c.smem_bytes(p),
+        c.smem_bytes(launches[0]),
         c.registers,
         c.threads,
         parts,
         tiles,
         min(tiles, launch.multiprocessors(device) or _DEFAULT_SMS) if persistent else tiles,
         copies,
-        "not compiled" if arch == "cpu" else jit.state(p, c, arch),
+        min(states, key=lambda state: _STATES.index(state[:12])),
         quantise,
+        len(launches),
     )
 
 

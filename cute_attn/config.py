@@ -1,7 +1,7 @@
 """How it is computed: the tuning knobs of the Hopper kernels. Imports no torch."""
 
-from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple, TypeVar
 
 from cute_attn.problem import Fp8Problem, Problem, round_up
 
@@ -11,9 +11,12 @@ REGISTERS = {1: (240, 56), 2: (240, 24), 3: (160, 32)}  # warpgroups -> (consume
 FILL = 132  # tiles that keep every SM of an H100 or H200 busy
 PART_KEYS = 512  # keys of a part, on average at least
 MAX_PARTS = 32  # one lane each in the kernel that merges them
+PROMOTED = 128  # columns of V whose sums have registers twice, for Fp8Config.promote
 TURN_WORDS = 64  # a cache line for each consumer warpgroup
 TICKET_WORDS = 32  # a cache line, so that the next block's statistics begin with one
 SCHEDULES = ("grid", "static", "dynamic")  # one tile per CTA; round-robin; tickets
+
+AnyProblem = TypeVar("AnyProblem", bound=Problem)
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,10 @@ class FwdConfig:
         blocks = -(-problem.seqlen_k // self.tile_n)
         return -(-blocks // -(-blocks // most))  # parts of equal length: the last may be empty
 
+    def launches(self, problem: AnyProblem) -> tuple[AnyProblem, ...]:
+        """What one call takes, one after the other, the widest first."""
+        return (problem,)
+
     def smem_bytes(self, problem: Problem, itemsize: int = 2) -> int:
         q = self.q_ring * 64 * max(problem.tile_dim, problem.tile_dim_v)
         k = self.kv_stages * self.tile_n * problem.tile_dim
@@ -149,6 +156,13 @@ class Fp8Config(FwdConfig):
         if self.promote:  # and then there is no room for late weights beside the scores
             held += problem.tile_dim_v // 2 + (0 if self.exact_max else self.tile_n // 4)
         return held
+
+    def launches(self, problem: AnyProblem) -> tuple[AnyProblem, ...]:
+        """With promote, PROMOTED columns of V and the rest."""
+        if not self.promote or problem.head_dim_v <= PROMOTED:
+            return (problem,)
+        rest = problem.head_dim_v - PROMOTED
+        return replace(problem, head_dim_v=PROMOTED), replace(problem, head_dim_v=rest)
 
 
 @dataclass(frozen=True)

@@ -124,7 +124,8 @@ def kernels_of_preset(
     found = choose(q, q, v, NO_DESCALES, preset, call)
     assert found.quantise is not None
     plain = Problem(problem.dtype, problem.head_dim, problem.head_dim_v)
-    return [(plain, found.quantise), (found.problem, found.config)]
+    parts = found.config.launches(found.problem)
+    return [(plain, found.quantise), *((part, found.config) for part in parts)]
 
 
 def _as_checked(

@@ -6,7 +6,7 @@ plan; a call with a preset finds there what quantises its tensors, too.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -69,6 +69,7 @@ class Plan:
     q_heads: int  # that share a factor
     k_shift: int  # log2 of the KV blocks that do
     transpose: fp8_prepare.Plan | None  # V's way to vt
+    rest: launch.Plan | None  # columns of V that Fp8Config.launches leaves to another launch
     quantise: quantize_launch.Plan | None = None  # of a call with a preset
 
 
@@ -154,6 +155,8 @@ def run(
     if call.empty:
         return _nothing(call, out)
     if call.kernel is None:
+        if plan.rest is not None:
+            launch._bind(plan.rest)
         launch._bind(call)
     if launch._current_device() == call.index:
         return _launch(plan, tensors, options, direct, return_lse)
@@ -191,10 +194,13 @@ def _launch(
         counter = launch._stream_counter(index)
     scale = options.softmax_scale
     scale = call.scale if scale is None else max(abs(scale), launch.MIN_SCALE)
+    given = counter, call.sms, scale, plan.q_heads, plan.k_shift
     try:
-        call.kernel(  # type: ignore[misc]
-            q, k, v, o, lse, counter, call.sms, scale, plan.q_heads, plan.k_shift, *factors
-        )
+        if plan.rest is None:
+            call.kernel(q, k, v, o, lse, *given, *factors)  # type: ignore[misc]
+        else:
+            for kernel, columns in _by_columns(plan, v, o, factors):
+                kernel(q, k, *columns[:2], lse, *given, *columns[2:])
     except BaseException:
         launch._counters.pop((index, launch._raw_stream(index)), None)  # who knows what it holds
         raise
@@ -203,6 +209,20 @@ def _launch(
     if o.data_ptr() != out.data_ptr():
         out.copy_(o)
     return out, lse
+
+
+def _by_columns(
+    plan: Plan, v: Tensor, o: Tensor, factors: list[Any]
+) -> list[tuple[Any, list[Tensor]]]:
+    """Two launches: the kernel, then v, o and the factors for its columns."""
+    width = plan.call.problem.head_dim_v
+    found = []
+    for call, columns in (plan.call, slice(0, width)), (plan.rest, slice(width, None)):
+        part = v[:, :, columns] if v.dtype == E4M3 else v[..., columns]  # vt
+        of_v = [t[..., columns] for t in factors[2:4]]
+        given = [part, o[..., columns], *factors[:2], *of_v, factors[4]]
+        found.append((call.kernel, given))  # type: ignore[union-attr]
+    return found
 
 
 def _nothing(call: launch.Plan, out: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -240,6 +260,7 @@ def make_plan(
     lse_shape = (problem.batch, problem.heads_q, problem.seqlen_q)
     empty = 0 in lse_shape or problem.seqlen_k == 0
     config = choose_config(problem, None if empty else given)
+    parts = config.launches(problem)
     of_q, q_heads = _of_rows(pack)
     of_k, shift, fine = _of_blocks(pack, config.tile_n)
     factors = of_q, of_k, *_of_channels(pack), (None, 0.0, lse_shape)
@@ -249,7 +270,7 @@ def make_plan(
         transpose = fp8_prepare.make_plan(pack.v)
     read = tensors[:3] if transpose is None else tensors[:2]
     call = launch.Plan(
-        problem.with_fine_k(fine),
+        parts[0].with_fine_k(fine),
         config,
         "sm90",
         device,
@@ -271,6 +292,7 @@ def make_plan(
         q_heads,
         shift,
         transpose,
+        replace(call, problem=parts[1].with_fine_k(fine)) if parts[1:] else None,
     )
 
 
@@ -346,7 +368,7 @@ def make_problem(
 def choose_config(problem: Fp8Problem, config: Fp8Config | None) -> Fp8Config:
     if config is None:
         return tuning_fp8.pick(problem)
-    reason = config.infeasible(problem)
+    reason = config.infeasible(config.launches(problem)[0])
     if reason:
         raise ValueError(f"config cannot serve this problem: {reason}")
     return config

@@ -80,6 +80,24 @@ def test_explain_on_any_device():
     assert "QuantizeConfig" not in str(cute_attn.explain(cute_attn.quantize_qkv(q, k, v)))
 
 
+def test_calls_of_two_launches(kernels, monkeypatch):
+    config = Fp8Config(128, 128, promote=4)
+    q, k, v = qkv(1, 200, 300, (2, 2), (64, 208), dtype=BF16)
+    before = cute_attn.explain(q, k, v, preset="fp8", config=config)
+    parts = config.launches(before.problem)
+    assert [part.head_dim_v for part in parts] == [128, 80] and before.launches == 2
+    assert before.smem_bytes == config.smem_bytes(parts[0]) and "tiles, 2 times" in str(before)
+    jit.get(parts[0], config, "sm90")
+    assert cute_attn.explain(q, k, v, preset="fp8", config=config) == before
+    with monkeypatch.context() as m:
+        m.setattr(jit, "state", lambda p, *_: f"not compiled ({p.head_dim_v})")
+        after = cute_attn.explain(q, k, v, preset="fp8", config=config)
+        assert after.compiled == "not compiled (128)"
+    cute_attn.warmup(64, 208, arch="cpu", preset="fp8", config=config)
+    cute_attn.fwd(q, k, v, preset="fp8", config=config)
+    assert cute_attn.explain(q, k, v, preset="fp8", config=config).compiled == "in memory"
+
+
 @pytest.mark.parametrize(
     "error, match, wrong",
     [

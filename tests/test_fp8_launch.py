@@ -15,8 +15,11 @@ from helpers import BF16, rand
 import cute_attn
 from cute_attn import fp8, fp8_autograd, fp8_launch, fp8_prepare, launch, quantize, quantize_launch
 from cute_attn.config import Fp8Config
+from cute_attn.fp8_prepare import transpose_v
 from cute_attn.quantize import QuantizedQKV
 from cute_attn.reference_fp8 import attention_fp8
+
+PROMOTING = Fp8Config(128, 128, promote=4)
 
 
 @pytest.fixture
@@ -79,6 +82,24 @@ def test_flash_attention_3_convention(form, seen):
     check(QuantizedQKV(q, pack.k, pack.v, *given, 128, "fp8", BF16, *[None] * 5))
 
 
+@pytest.mark.parametrize("form", ["head", "channel", "vt", "out"])
+def test_wide_v_in_two_launches_where_sums_leave_the_tensor_core(form, seen):
+    q, k, v = (rand((2, 200, 2, d), seed=d).to(BF16) for d in (64, 80, 208))
+    scales = "head" if form == "head" else "channel"
+    pack = cute_attn.quantize_qkv(q, k[..., :64], v, v_scales=scales)
+    want = check(pack)
+    assert seen[-1][0].head_dim_v == 224
+    given = replace(pack, v=None, vt=transpose_v(pack.v)) if form == "vt" else pack
+    out = torch.empty(2, 200, 2, 209, dtype=BF16)[..., 1:] if form == "out" else None
+    options = {"causal": True, "softmax_scale": 0.2, "config": PROMOTING, "out": out}
+    for _ in range(2):
+        got = cute_attn.fwd(given, **options)
+        torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-3)
+        assert [problem.head_dim_v for problem, *_ in seen[-2:]] == [128, 96]
+    check(made(), config=PROMOTING)
+    assert seen[-1][0].head_dim_v == 64
+
+
 def test_out_and_config(seen):
     out = torch.empty(2, 40, 4, 49, dtype=BF16)[..., 1:]
     assert check(made(), out=out, config=Fp8Config(128, 224)) is out
@@ -134,10 +155,11 @@ def calls():
         "pack": ((cute_attn.quantize_qkv(q, k, v),), {}),
         "e4m3": (tensors, descales),
         "preset": ((q, k, v), {"preset": "fp8"}),
+        "wide": ((q, k, torch.cat([v] * 4, 3)), {"preset": "fp8", "config": PROMOTING}),
     }
 
 
-@pytest.mark.parametrize("kind", ["pack", "e4m3", "preset"])
+@pytest.mark.parametrize("kind", ["pack", "e4m3", "preset", "wide"])
 def test_a_warm_call_asks_nothing(kind, kernels, monkeypatch):
     args, options = calls()[kind]
     want = cute_attn.fwd(*args, **options)
