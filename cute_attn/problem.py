@@ -129,6 +129,11 @@ class Fp8Problem(Problem):
         return round_up(self.head_dim, 32)
 
     @property
+    def raw_v(self) -> bool:
+        """Whether V is in e4m3 with the mean that it had."""
+        return self.v_dtype == "e4m3" and not self.v_shift
+
+    @property
     def itemsize_v(self) -> int:
         return 1 if self.v_dtype == "e4m3" else 2
 

@@ -79,7 +79,8 @@ def fp8_jobs():
     found += [replace(hp[2], v_shift=True, fine_k=True), replace(shifted, channels=True)]
     found += [replace(shifted, causal=False, fine_k=True), replace(shifted, dtype="fp16")]
     found += [replace(shifted, negative_scale=True)]
-    return [(p.static(), tuning_fp8.pick(p)) for p in found]
+    jobs = [(p, config) for p in found for config in tuning_fp8.all_of(p)]
+    return [(part.static(), config) for p, config in jobs for part in config.launches(p)]
 
 
 def quantize_job(dims, dtype="bf16", given=(None, None, None), half=0, angles=None, **options):
@@ -140,7 +141,7 @@ def compile_ahead(items):
 
 def of_table(problem):
     if isinstance(problem, Fp8Problem):
-        return [tuning_fp8.pick(problem)]
+        return list(tuning_fp8.all_of(problem))
     ours = [backward_job(problem, fixed)[1] for fixed in (False, True)]
     return [tuning.pick(problem), tuning.split(problem), *ours]
 

@@ -17,7 +17,9 @@ GOLDEN = Path(__file__).with_name("golden_counts_fp8.json")
 slow = pytest.mark.slow
 
 TABLE = fp8_jobs()
-FIRST = [job for job in TABLE if job[0].v_dtype == "e4m3" and job[0].head_dim in (64, 128)]
+FIRST = [
+    (p, c) for p, c in TABLE if (p.v_dtype, p.raw_v) == ("e4m3", False) and p.head_dim in (64, 128)
+]
 BASE = Fp8Problem("bf16", 128, 128, True)
 ALL = replace(BASE, dtype="fp16", negative_scale=True, fine_k=True, channels=True, v_shift=True)
 PROMOTING = Fp8Config(128, 128, promote=4)
@@ -46,6 +48,14 @@ CLASSES = [
     for dv in (16, d)
     for problem in [Fp8Problem("bf16", d, dv, True, v_dtype=v_dtype, v_shift=True)]
 ]
+RAW = {  # whatever the head dims, with all that a call may add
+    (part.static(), config)
+    for d in (16, 64, 80, 96, 128, 144, 256)
+    for dv in (16, 64, 96, 128, 240, 256)
+    for p in [replace(ALL, head_dim=d, head_dim_v=dv, v_shift=False, seqlen_k=1 << 20)]
+    for config in [tuning_fp8.pick(p)]
+    for part in config.launches(p)
+}
 
 
 def check(problem, config):
@@ -83,6 +93,8 @@ def test_factors_of_channels_and_sums_in_fp32(job):
 
 
 @slow
-@pytest.mark.parametrize("job", KNOBS[1:] + PROMOTED[1:] + CLASSES, ids=job_id)
+@pytest.mark.parametrize(
+    "job", KNOBS[1:] + PROMOTED[1:] + CLASSES + sorted(RAW, key=repr), ids=job_id
+)
 def test_more_head_dims_and_knobs(job):
     check(*job)

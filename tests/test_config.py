@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from cute_attn import tuning, tuning_bwd
+from cute_attn import tuning, tuning_bwd, tuning_fp8
 from cute_attn.config import SMEM_LIMIT, BwdConfig, Fp8Config, FwdConfig
 from cute_attn.problem import Fp8Problem, Problem
 
@@ -51,6 +51,22 @@ def test_sums_in_fp32_need_registers():
     assert fit == [[64, 96, 128], [64, 96], [64, 96, 128], [64]]
     with pytest.raises(ValueError, match="config.promote is 3: allowed are 0, 1, 2, 4, 8$"):
         Fp8Config(promote=3)
+
+
+def test_raw_fp8_v_takes_sums_in_fp32_where_there_are_many_keys():
+    """By what every row of a call has in common: neither batch, queries nor heads."""
+    for d in range(16, 257, 16):
+        for dv in (16, d, 144, 256):
+            raw = Fp8Problem("bf16", d, dv, causal=True)
+            for sizes in ({}, {"batch": 70, "seqlen_q": 1 << 20, "heads_q": 8, "heads_kv": 2}):
+                few, many = (tuning_fp8.pick(replace(raw, seqlen_k=n, **sizes)) for n in (512, 513))
+                assert (few, many) == tuning_fp8.all_of(raw) and not few.promote
+                assert 512 == tuning_fp8.LOSSLESS == many.promote * many.tile_n
+                assert not any(map(many.infeasible, many.launches(raw)))
+    for other in ({"v_shift": True}, {"v_dtype": "bf16"}):
+        problem = replace(raw, seqlen_k=1 << 20, **other)
+        assert tuning_fp8.all_of(problem) == (tuning_fp8.pick(problem),)
+        assert not tuning_fp8.pick(problem).promote
 
 
 def test_default_slots_follow_the_tile():

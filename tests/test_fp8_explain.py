@@ -37,6 +37,7 @@ def calls():
         ((cute_attn.quantize_qkv(q, k, v, v_shift=False, k_block=48),), {"out_dtype": FP16}),
         (eight, scales),
         ((*eight[:2], v), {"config": Fp8Config(128, 64)}),
+        ([torch.cat([t, t], 1) for t in eight], {}),
     ]
 
 

@@ -100,6 +100,22 @@ def test_wide_v_in_two_launches_where_sums_leave_the_tensor_core(form, seen):
     assert seen[-1][0].head_dim_v == 64
 
 
+def test_raw_v_of_many_keys_leaves_the_tensor_core(seen, monkeypatch):
+    """Unless a config says otherwise; packs whose mean was taken out have no need to."""
+    for sk, promoted in ((512, False), (513, True)):
+        q, k, v = (rand((2, n, 2, d), seed=d).to(E4M3) for n, d in ((9, 64), (sk, 64), (sk, 160)))
+        agree(monkeypatch, q, k, v)
+        assert len(seen) == 2 + 2 * promoted and bool(seen[-1][1].promote) == promoted
+        agree(monkeypatch, q, k, v, config=Fp8Config(128, 128))
+        assert len(seen) == 4 + 2 * promoted and not seen[-1][1].promote
+        seen.clear()
+    for shift in (None, False):
+        check(made(sk=600, v_shift=shift))
+        assert bool(seen[-1][1].promote) == (shift is False)
+    check(made(sk=600, v_shift=False, preset="fp8_hp"))
+    assert not seen[-1][1].promote
+
+
 def test_out_and_config(seen):
     out = torch.empty(2, 40, 4, 49, dtype=BF16)[..., 1:]
     assert check(made(), out=out, config=Fp8Config(128, 224)) is out

@@ -169,6 +169,8 @@ def test_wrong_calls():
 def test_config_follows_the_preset():
     hp = peers_fp8.config_for(Case(1, 8, 8, 64, 64, 256, 256), "fp8_hp")
     assert isinstance(hp, Fp8Config)
+    for case in (CASE, Case(1, 8, 8, 4096, 4096, 128, 128)):  # of packs
+        assert not peers_fp8.config_for(case, "fp8").promote
     assert hp != peers_fp8.config_for(Case(1, 8, 8, 64, 64, 256, 256), "fp8")
 
 

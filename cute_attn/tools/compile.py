@@ -51,13 +51,18 @@ def backward_jobs(dtypes: Sequence[str] = tuple(DTYPES.values())) -> list[Job]:
 
 
 def fp8_jobs(dtype: str = "bf16") -> list[Job]:
-    """The same for FP8, of packs as quantize_qkv makes them by default."""
-    tables = (("e4m3", tuning_fp8.FORWARD), (dtype, tuning_fp8.FORWARD_HP))
+    """The same for FP8: of packs as quantize_qkv makes them by default, and of raw V."""
+    tables = (
+        ("e4m3", True, tuning_fp8.FORWARD),
+        (dtype, True, tuning_fp8.FORWARD_HP),
+        ("e4m3", False, tuning_fp8.FORWARD_RAW),
+    )
     return [
-        (Fp8Problem(dtype, d, dv, causal, v_dtype=v_dtype, v_shift=True), config)
-        for v_dtype, rows in tables
+        (config.launches(problem)[0], config)
+        for v_dtype, v_shift, rows in tables
         for d, dv, config in rows
         for causal in (False, True)
+        for problem in [Fp8Problem(dtype, d, dv, causal, v_dtype=v_dtype, v_shift=v_shift)]
     ]
 
 
@@ -126,6 +131,7 @@ def say(text: str) -> None:
 def describe(problem: Problem) -> str:
     mask = "causal" if problem.causal else "full"
     kind = f"{problem.v_dtype}-" if isinstance(problem, Fp8Problem) else ""
+    kind = f"raw-{kind}" if isinstance(problem, Fp8Problem) and problem.raw_v else kind
     return f"{kind}{problem.dtype} d{problem.head_dim}/{problem.head_dim_v} {mask}"
 
 

@@ -20,7 +20,7 @@ E4M3_MAX = 448.0
 
 def config_for(case: Case, preset: str, text: str = "") -> Fp8Config:
     v_dtype = "e4m3" if preset == "fp8" else case.dtype
-    problem = Fp8Problem(**asdict(case), v_dtype=v_dtype)
+    problem = Fp8Problem(**asdict(case), v_dtype=v_dtype, v_shift=True)
     return parse_config(text, tuning_fp8.pick(problem))
 
 
