@@ -1,6 +1,5 @@
 """The public functions: what users call, in the order in which a call is answered."""
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
@@ -10,18 +9,17 @@ from cute_attn import backward as gradients
 from cute_attn import compile as jit
 from cute_attn.backward import BwdExplanation
 from cute_attn.config import BwdConfig, FwdConfig
-from cute_attn.problem import DTYPES, Fp8Problem, Problem
+from cute_attn.explanation import Explanation as Explanation
+from cute_attn.explanation import explained
+from cute_attn.problem import DTYPES, Problem
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from cute_attn.config import QuantizeConfig
     from cute_attn.quantize import QuantizedQKV
 
 _NO_WINDOW = (None, None)
 _NO_FLASH_WINDOW = (-1, -1)  # flash_attn's way to say so
-_DEFAULT_SMS = 132  # an H100 or H200, where explain has no device to ask
-_STATES = ("not compiled", "on disk", "in memory")  # what they begin with
 _E4M3 = torch.float8_e4m3fn
 
 
@@ -50,10 +48,12 @@ def fwd(
     k_block: int | None = None,
     out: "Tensor | None" = None,
     out_dtype: "torch.dtype | None" = None,
+    o_scale: "Tensor | None" = None,
     return_lse: bool = False,
+    return_amax: bool = False,
     config: FwdConfig | None = None,
     arch: str | None = None,
-) -> "Tensor | tuple[Tensor, Tensor]":
+) -> "Tensor | tuple[Tensor, ...]":
     """Exact attention, softmax(q k^T * softmax_scale) v, in bf16, fp16 or FP8.
 
     q           (batch, seqlen_q, nheads_q, head_dim)
@@ -67,13 +67,10 @@ def fwd(
     config      a FwdConfig instead of the one that tuning.pick takes; see explain
     arch        'sm90' or 'cpu'; default what q's device runs
 
-    Scaled scores are held in fp32, as in every kernel of this family: beyond 2^24 they do not tell
-    neighbours apart. In bf16, scores that rise by more than 2^32 along the keys leave room for |v|
-    up to 2^80; config=FwdConfig(..., exact_max=True) has no such limit.
-
+    Scores are held in fp32: beyond 2^24 they do not tell neighbours apart. In bf16, where they rise
+    by more than 2^32 along the keys, |v| may be up to 2^80, or any if config has exact_max.
     Any strides will do; what cannot be loaded is copied once. Rows that see no key are 0, LSE -inf.
-    Runs on the tensors' GPU in torch's current stream, on the CPU in plain torch; the first call of
-    a class of problems compiles for seconds, once per machine.
+    Runs in torch's current stream, on the CPU in plain torch; a class of problems compiles once.
 
     FP8 (head dims multiples of 16): q is a pack of quantize_qkv, alone; or preset='fp8', 'fp8_hp'
     quantises 16-bit tensors as that does by default, and out has their dtype; or q, k, v are
@@ -82,9 +79,11 @@ def fwd(
     k_descale   (1,), (batch, nheads_kv), or (batch, nheads_kv, ceil(seqlen_k / k_block))
     v_descale   (1,), (batch, nheads_kv), or (batch, nheads_kv, head_dim_v)
     k_block     keys that share a factor, a multiple of 16, default 128
+    o_scale     fp32 (1,) or (), for out in float8_e4m3fn: O times it is rounded, up to 448
+    return_amax  also return, last, the largest finite |O| before that, fp32 (1,)
 
-    Raises ValueError or TypeError for a wrong call, NotImplementedError naming the argument for
-    what is not built yet, RuntimeError if it would have to compile during CUDA-graph capture.
+    Raises ValueError or TypeError; NotImplementedError naming the argument for what is not built
+    yet; RuntimeError if it would have to compile during CUDA-graph capture.
     FlashAttention (arXiv 2205.14135, 2307.08691, 2407.08608; FP8: section 3.3 of the last).
     """
     if (
@@ -97,13 +96,12 @@ def fwd(
     if (
         v is None
         or not preset is q_descale is k_descale is v_descale is k_block is out_dtype is None
-        or getattr(q, "dtype", None) is _E4M3
+        or (return_amax or o_scale is not None or getattr(q, "dtype", None) is _E4M3)
     ):
         from cute_attn import fp8
 
-        call = fp8.Options(causal, softmax_scale, out, out_dtype, k_block, config, arch)
-        o, lse = fp8.forward(q, k, v, (q_descale, k_descale, v_descale), preset, call, return_lse)
-        return (o, lse) if return_lse else o
+        call = causal, softmax_scale, out, out_dtype, k_block, config, arch, o_scale, return_amax
+        return fp8.fwd(q, k, v, (q_descale, k_descale, v_descale), preset, call, return_lse)
     return launch.forward(q, k, v, causal, softmax_scale, out, return_lse, config, arch)
 
 
@@ -297,53 +295,6 @@ def merge(
     return reference.merge(out_a, lse_a, out_b, lse_b)
 
 
-@dataclass(frozen=True)
-class Explanation:
-    """What fwd would run; print it."""
-
-    problem: Problem
-    config: FwdConfig
-    arch: str
-    smem_bytes: int  # shared memory per CTA
-    registers: tuple[int, int]  # per thread, (consumer, producer)
-    threads: int  # per CTA
-    parts: int  # of the keys, each on a CTA of its own and merged by a second kernel; 1: not split
-    tiles: int  # of tile_m query rows and a part of the keys
-    grid: int  # CTAs
-    copies: tuple[str, ...]  # inputs that are copied because the hardware cannot load them
-    compiled: str  # 'in memory', 'on disk' or 'not compiled'
-    quantise: "QuantizeConfig | None" = None  # of a preset: what a kernel before it does
-    launches: int = 1  # one after the other, for columns of V each
-
-    def __str__(self) -> str:
-        p, c = self.problem, self.config
-        dtypes = f"e4m3, v {p.v_dtype}, out {p.dtype}" if isinstance(p, Fp8Problem) else p.dtype
-        lines = [
-            f"problem    {dtypes}{' causal' if p.causal else ''}, batch {p.batch}, "
-            f"seqlen {p.seqlen_q} x {p.seqlen_k}, heads {p.heads_q} over {p.heads_kv}, "
-            f"head_dim {p.head_dim}, head_dim_v {p.head_dim_v}",
-            f"arch       {self.arch}",
-            f"config     {c}",
-        ]
-        if not self.tiles:
-            lines.append("runs       nothing: out is 0 and LSE -inf")
-        elif self.arch == "cpu":
-            lines.append(f"runs       block-wise attention in torch, {self.tiles} query tiles")
-        else:
-            lines += [
-                f"smem       {self.smem_bytes} bytes per CTA",
-                f"registers  {self.registers[0]} consumer, {self.registers[1]} producer",
-                f"grid       {self.grid} CTAs of {self.threads} threads, {self.tiles} query tiles"
-                + (f", keys in {self.parts} parts" if self.parts > 1 else "")
-                + (f", {self.launches} times" if self.launches > 1 else ""),
-                f"copies     {', '.join(self.copies) or 'none'}",
-                f"compiled   {self.compiled}",
-            ]
-            if self.quantise is not None:
-                lines.append(f"before     {self.quantise}")
-        return "\n".join(lines)
-
-
 @overload
 def explain(
     q: "Tensor | QuantizedQKV",
@@ -401,52 +352,24 @@ def explain(
         deterministic = others.get("deterministic", False)
         return gradients.explain(q, k, v, causal, config, arch, deterministic)
     fp8_given = [others.get(name) for name in _FP8_ONLY]
-    if v is None or getattr(q, "dtype", None) is _E4M3 or any(x is not None for x in fp8_given):
+    given = any(x is not None for x in fp8_given) or others.get("return_amax")
+    if v is None or getattr(q, "dtype", None) is _E4M3 or given:
         from cute_attn import fp8
 
-        *descales, preset, k_block, out_dtype = fp8_given
-        call = fp8.Options(causal, softmax_scale, None, out_dtype, k_block, config, arch)
-        found = fp8.choose(q, k, v, tuple(descales), preset, call)  # type: ignore[arg-type]
+        *descales, preset, k_block, out_dtype, o_scale = fp8_given
+        amax = bool(others.get("return_amax"))
+        call = causal, softmax_scale, None, out_dtype, k_block, config, arch, o_scale, amax
+        found = fp8.choose(q, k, v, tuple(descales), preset, fp8.Options(*call))  # type: ignore[arg-type]
         device = getattr(q, "device", None) or q.q.device
         given = found.problem, found.config, found.arch, device, found.copies
-        return _explanation(*given, found.quantise)
+        return explained(*given, found.quantise)
     negative = softmax_scale is not None and launch.checked_scale(softmax_scale) < 0
     if arch == "sm90":
         plan = launch.make_plan(q, k, v, causal, negative, config, arch, foreign=True)
     else:
         plan = launch.make_plan(q, k, v, causal, negative, config, arch)
     copies = tuple(name for name, t in (("q", q), ("k", k), ("v", v)) if launch.needs_copy(t))
-    return _explanation(plan.problem, plan.config, plan.arch, plan.device, copies)
-
-
-def _explanation(
-    p: Problem,
-    c: FwdConfig,
-    arch: str,
-    device: "torch.device",
-    copies: tuple[str, ...],
-    quantise: "QuantizeConfig | None" = None,
-) -> Explanation:
-    parts, launches = c.parts(p), c.launches(p)
-    empty = 0 in (p.batch, p.seqlen_q, p.seqlen_k, p.heads_q)
-    tiles = 0 if empty else -(-p.seqlen_q // c.tile_m) * p.heads_q * p.batch * parts
-    persistent = c.schedule != "grid"
-    states = ["not compiled" if arch == "cpu" else jit.state(each, c, arch) for each in launches]
-    return Explanation(
-        p,
-        c,
-        arch,
-        c.smem_bytes(launches[0]),
-        c.registers,
-        c.threads,
-        parts,
-        tiles,
-        min(tiles, launch.multiprocessors(device) or _DEFAULT_SMS) if persistent else tiles,
-        copies,
-        min(states, key=lambda state: _STATES.index(state[:12])),
-        quantise,
-        len(launches),
-    )
+    return explained(plan.problem, plan.config, plan.arch, plan.device, copies)
 
 
 def warmup(
@@ -531,8 +454,8 @@ def _first_launch(problem: Problem, config: Any, preset: str | None) -> None:
 
 
 _BUILT_FWD = ("q", "k", "v", "causal", "softmax_scale", "out", "return_lse", "config", "arch")
-_FP8_ONLY = ("q_descale", "k_descale", "v_descale", "preset", "k_block", "out_dtype")
-_BUILT_FP8 = (*_BUILT_FWD, *_FP8_ONLY)
+_FP8_ONLY = ("q_descale", "k_descale", "v_descale", "preset", "k_block", "out_dtype", "o_scale")
+_BUILT_FP8 = (*_BUILT_FWD, *_FP8_ONLY, "return_amax")
 _BUILT_BWD = (
     *("dout", "q", "k", "v", "out", "lse", "causal", "softmax_scale", "dlse", "deterministic"),
     *("config", "arch"),

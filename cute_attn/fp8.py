@@ -10,12 +10,13 @@ from torch import Tensor
 
 from cute_attn import fp8_launch, launch, quantize, quantize_launch
 from cute_attn.config import Fp8Config, QuantizeConfig
-from cute_attn.fp8_launch import Descales
+from cute_attn.fp8_launch import Descales, Found
 from cute_attn.fp8_launch import Options as Options
 from cute_attn.problem import DTYPES, Fp8Problem, Problem
 from cute_attn.quantize import E4M3, INPUTS, QuantizedQKV
 
 NO_DESCALES = (None, None, None)
+OUTPUTS = (*INPUTS, E4M3)
 
 
 def forward(
@@ -26,9 +27,9 @@ def forward(
     preset: str | None,
     options: Options,
     return_lse: bool = True,
-) -> tuple[Tensor, Tensor]:
-    """(out, lse) of an FP8 forward. Arguments and errors are those of cute_attn.fwd. lse may hold
-    nothing unless return_lse."""
+) -> Found:
+    """(out, lse, amax) of an FP8 forward. Arguments and errors are those of cute_attn.fwd. lse may
+    hold nothing unless return_lse; amax is of out in e4m3 alone."""
     if isinstance(q, QuantizedQKV):
         _check_alone(k, v, descales, preset, options)
         served = fp8_launch.serves(q.q)
@@ -52,10 +53,28 @@ def forward(
                     return forward(pack, None, None, NO_DESCALES, None, options, return_lse)
             else:
                 plan = fp8_launch.make_plan(
-                    pack, pack.q.device, options.causal, negative, dtype, options.config
-                )
+                    pack, pack.q.device, options.causal, negative, dtype, options.config,
+                    options.o_scale,
+                )  # fmt: skip
             fp8_launch.remember(key, plan)
     return fp8_launch.run(plan, q, k, v, descales, options, return_lse)
+
+
+def fwd(
+    q: Tensor | QuantizedQKV,
+    k: Tensor | None,
+    v: Tensor | None,
+    descales: Descales,
+    preset: str | None,
+    call: tuple[Any, ...],
+    return_lse: bool,
+) -> Tensor | tuple[Tensor, ...]:
+    """What cute_attn.fwd returns. call: Options."""
+    options = Options(*call)
+    o, lse, amax = forward(q, k, v, descales, preset, options, return_lse)
+    if options.return_amax and amax is not None:
+        return (o, lse, amax) if return_lse else (o, amax)
+    return (o, lse) if return_lse else o
 
 
 def knows(q: Tensor, k: Tensor, v: Tensor, preset: str, options: Options) -> bool:
@@ -144,6 +163,8 @@ def _as_checked(
         return True
     if out is not None and out.requires_grad:
         return False
+    if options.o_scale is not None and options.o_scale.requires_grad:
+        return False
     if isinstance(q, QuantizedQKV):
         descales = q.q_descale, q.k_descale, q.v_descale
         q, k, v = q.q, q.k, q.vt if q.v is None else q.v
@@ -194,10 +215,11 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, descales: Descales, options: Option
     if q.dtype in INPUTS:
         given = {f"{name}_descale": d for name, d in zip("qkv", descales)}
         given |= {"out_dtype": options.out_dtype, "k_block": options.k_block}
+        given |= {"o_scale": options.o_scale, "return_amax": options.return_amax or None}
         name = next(name for name, value in given.items() if value is not None)
         raise ValueError(
-            f"{name} is given and q.dtype is {q.dtype}: it belongs to {E4M3} tensors, out_dtype "
-            "and k_block also to preset='fp8'"
+            f"{name} is given and q.dtype is {q.dtype}: it belongs to {E4M3} tensors, and but for "
+            "descales to preset='fp8' too"
         )
     block = quantize.checked_block(options.k_block)
     preset = "fp8" if v.dtype == E4M3 else "fp8_hp"
@@ -206,13 +228,16 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, descales: Descales, options: Option
     )  # fmt: skip
 
 
-def _on_cpu(pack: QuantizedQKV, options: Options, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _on_cpu(pack: QuantizedQKV, options: Options, dtype: torch.dtype) -> Found:
     from cute_attn import reference_fp8
 
+    wide, amax = torch.float32 if dtype is E4M3 else dtype, None
     o, lse = reference_fp8.attention_fp8(
-        pack, causal=options.causal, softmax_scale=options.softmax_scale, out_dtype=dtype
+        pack, causal=options.causal, softmax_scale=options.softmax_scale, out_dtype=wide
     )
-    return (o if options.out is None else options.out.copy_(o)), lse
+    if dtype is E4M3:
+        o, amax = reference_fp8.rounded_output(o, options.o_scale)
+    return (o if options.out is None else options.out.copy_(o)), lse, amax
 
 
 # Checks
@@ -241,6 +266,7 @@ def _checked(
     if scale is not None and abs(scale) < launch.MIN_SCALE:
         scale = 0.0
     dtype = _checked_out(q, k, v, default, options)
+    _check_rounding(options, dtype, q)
     if options.config is not None and not isinstance(options.config, Fp8Config):
         raise TypeError(f"config is {options.config!r}: FP8 wants an Fp8Config")
     if not options.foreign:
@@ -252,13 +278,13 @@ def _checked_out(
     q: Tensor, k: Tensor, v: Tensor, default: torch.dtype, options: Options
 ) -> torch.dtype:
     out, dtype = options.out, options.out_dtype
-    if dtype is not None and dtype not in INPUTS:
-        raise TypeError(f"out_dtype is {dtype}: allowed are {', '.join(map(str, INPUTS))}")
+    if dtype is not None and dtype not in OUTPUTS:
+        raise TypeError(f"out_dtype is {dtype}: allowed are {', '.join(map(str, OUTPUTS))}")
     if out is None:
         return dtype or default
     if not isinstance(out, Tensor):
         raise TypeError(f"out is a {type(out).__name__}: a torch.Tensor is wanted")
-    wanted = (dtype,) if dtype else INPUTS
+    wanted = (dtype,) if dtype else OUTPUTS
     if out.dtype not in wanted:
         raise TypeError(f"out.dtype is {out.dtype}: wanted is {' or '.join(map(str, wanted))}")
     shape = (*q.shape[:3], v.shape[3])
@@ -274,6 +300,26 @@ def _checked_out(
         if start < t.data_ptr() + launch._extent(t) and t.data_ptr() < start + size:
             raise ValueError(f"out overlaps {name} in memory: the inputs must stay as they are")
     return out.dtype
+
+
+def _check_rounding(options: Options, dtype: torch.dtype, q: Tensor) -> None:
+    """What belongs to out in e4m3."""
+    scale, amax = options.o_scale, options.return_amax
+    if dtype is not E4M3:
+        for name, given in (("o_scale", scale is not None), ("return_amax", amax)):
+            if given:
+                raise ValueError(f"{name} is given and out is in {dtype}: it belongs to {E4M3}")
+    if scale is None:
+        return
+    if not isinstance(scale, Tensor):
+        raise TypeError(f"o_scale is a {type(scale).__name__}: a torch.Tensor is wanted")
+    if scale.dtype != torch.float32:
+        raise TypeError(f"o_scale.dtype is {scale.dtype}: torch.float32 is wanted")
+    if tuple(scale.shape) not in ((), (1,)):
+        raise ValueError(f"o_scale.shape is {tuple(scale.shape)}: allowed are () and (1,)")
+    if scale.device != q.device:
+        raise ValueError(f"o_scale.device is {scale.device}: it must be q.device, {q.device}")
+    _refuse_gradients({"o_scale": scale})
 
 
 def _check_alone(

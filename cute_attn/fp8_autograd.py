@@ -45,7 +45,7 @@ def attention(
         options = Options(causal, softmax_scale)
         tangents = launch._forward_ad._current_level >= 0
         if _plain(q, k, v) and not tangents:
-            return fp8.forward(q, k, v, fp8.NO_DESCALES, preset, options, return_lse)
+            return fp8.forward(q, k, v, fp8.NO_DESCALES, preset, options, return_lse)[:2]
         if not fp8.knows(q, k, v, preset, options):
             softmax_scale, _ = fp8.checked_preset(q, k, v, preset, options)
         if tangents:  # torch's own message names no argument
@@ -70,7 +70,7 @@ def _fwd(
     preset: str,
 ) -> tuple[Tensor, Tensor]:
     """deterministic is for the backward: the forward always is."""
-    return fp8.forward(q, k, v, fp8.NO_DESCALES, preset, Options(causal, softmax_scale))
+    return fp8.forward(q, k, v, fp8.NO_DESCALES, preset, Options(causal, softmax_scale))[:2]
 
 
 def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -43,6 +43,8 @@ class Options(NamedTuple):
     k_block: int | None = None
     config: Any = None
     arch: str | None = None
+    o_scale: Tensor | None = None
+    return_amax: bool = False
     foreign: bool = False  # do not ask whether the tensors' device runs arch
 
 
@@ -73,6 +75,8 @@ class Plan:
     quantise: quantize_launch.Plan | None = None  # of a call with a preset
 
 
+Found = tuple[Tensor, Tensor, Tensor | None]  # out, lse, amax
+
 _plans: dict[Key, Plan] = {}
 _constants: dict[torch.device, Tensor] = {}  # 0.0 and 1.0
 
@@ -91,7 +95,7 @@ def find(
     options: Options,
 ) -> tuple[Key, Plan | None]:
     """The plan of such a call, if there is one, and where to remember it; () is nowhere."""
-    causal, scale, out, out_dtype, k_block, config, arch, _ = options
+    causal, scale, out, out_dtype, k_block, config, arch, o_scale, amax, _ = options
     negative = False
     if scale is not None:
         if type(scale) is not float or not -launch.MAX_SCALE <= scale <= launch.MAX_SCALE:
@@ -100,7 +104,10 @@ def find(
     try:
         key: Key = (
             causal, negative, config, arch, out_dtype, None if out is None else out.dtype,
+            bool(amax),
         )  # fmt: skip
+        if o_scale is not None:
+            key += o_scale.shape, o_scale.dtype, o_scale.device
         if isinstance(q, QuantizedQKV):
             key += _layout_of_pack(q)
         else:
@@ -143,9 +150,9 @@ def run(
     descales: Descales,
     options: Options,
     return_lse: bool,
-) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a call that the plan was found or made for. lse holds nothing unless
-    return_lse."""
+) -> Found:
+    """(out, lse, amax) of a call that the plan was found or made for. lse holds nothing unless
+    return_lse; amax is of out in e4m3 alone."""
     if isinstance(q, QuantizedQKV):
         tensors = _tensors(q)
     else:
@@ -166,12 +173,16 @@ def run(
 
 def _launch(
     plan: Plan, tensors: Tensors, options: Options, direct: bool, return_lse: bool
-) -> tuple[Tensor, Tensor]:
+) -> Found:
     """The tensors' device is current here. direct: the kernel can write out as it is."""
     call, index, out = plan.call, plan.call.index, options.out
     if plan.quantise is not None:
         tensors = _tensors(quantize_launch.quantise(plan.quantise, *tensors[:3], UNSHIFTED))
     q, k, v, *factors = tensors
+    amax = None
+    if call.dtype is E4M3:
+        factors.append(options.o_scale)
+        amax = launch._empty((1,), (1,), torch.float32).zero_()
     if plan.missing:
         _make_constants(plan, factors)
     for i, step in plan.steps:
@@ -195,6 +206,8 @@ def _launch(
     scale = options.softmax_scale
     scale = call.scale if scale is None else max(abs(scale), launch.MIN_SCALE)
     given = counter, call.sms, scale, plan.q_heads, plan.k_shift
+    if amax is not None:
+        factors.append(amax)
     try:
         if plan.rest is None:
             call.kernel(q, k, v, o, lse, *given, *factors)  # type: ignore[misc]
@@ -205,10 +218,10 @@ def _launch(
         launch._counters.pop((index, launch._raw_stream(index)), None)  # who knows what it holds
         raise
     if out is None:
-        return o, lse
+        return o, lse, amax
     if o.data_ptr() != out.data_ptr():
         out.copy_(o)
-    return out, lse
+    return out, lse, amax
 
 
 def _by_columns(
@@ -220,18 +233,19 @@ def _by_columns(
     for call, columns in (plan.call, slice(0, width)), (plan.rest, slice(width, None)):
         part = v[:, :, columns] if v.dtype == E4M3 else v[..., columns]  # vt
         of_v = [t[..., columns] for t in factors[2:4]]
-        given = [part, o[..., columns], *factors[:2], *of_v, factors[4]]
+        given = [part, o[..., columns], *factors[:2], *of_v, *factors[4:]]
         found.append((call.kernel, given))  # type: ignore[union-attr]
     return found
 
 
-def _nothing(call: launch.Plan, out: Tensor | None) -> tuple[Tensor, Tensor]:
+def _nothing(call: launch.Plan, out: Tensor | None) -> Found:
     """No queries or no keys."""
     with torch.no_grad():
         if out is None:
             out = torch.empty(call.out_shape, dtype=call.dtype, device=call.device)
         lse = torch.full(call.lse_shape, -math.inf, dtype=torch.float32, device=call.device)
-        return out.zero_(), lse
+        amax = torch.zeros(1, device=call.device) if call.dtype is E4M3 else None
+        return out.zero_(), lse, amax
 
 
 def _tensors(pack: QuantizedQKV) -> Tensors:
@@ -252,6 +266,7 @@ def make_plan(
     negative: bool,
     dtype: torch.dtype,
     given: Fp8Config | None,
+    o_scale: Tensor | None = None,
 ) -> Plan:
     """Of a pack whose tensors and options are right; they may be on the meta device. Nothing is
     compiled or allocated here; a first launch does both."""
@@ -263,8 +278,12 @@ def make_plan(
     parts = config.launches(problem)
     of_q, q_heads = _of_rows(pack)
     of_k, shift, fine = _of_blocks(pack, config.tile_n)
-    factors = of_q, of_k, *_of_channels(pack), (None, 0.0, lse_shape)
+    factors = [of_q, of_k, *_of_channels(pack), (None, 0.0, lse_shape)]
     tensors, of_v = _tensors(pack), shaped_as_v(pack)
+    held = list(tensors[3:])
+    if dtype is E4M3:
+        held.append(o_scale)
+        factors.append((_of_out if o_scale is not None and o_scale.dim() == 0 else None, 1.0, (1,)))
     transpose = None
     if pack.v is not None and pack.v.dtype == E4M3 and not empty:
         transpose = fp8_prepare.make_plan(pack.v)
@@ -284,7 +303,7 @@ def make_plan(
         direct=all(map(launch._loadable_strides, read)),
         empty=empty,
     )
-    all_of_them = list(enumerate(zip(factors, tensors[3:])))
+    all_of_them = list(enumerate(zip(factors, held)))
     return Plan(
         call,
         tuple((i, step) for i, ((step, *_), t) in all_of_them if t is not None and step),
@@ -312,7 +331,9 @@ def plan_preset(
         return None
     pack = quantize_launch.shapes(quantise)
     device = tensors[0].device
-    plan = make_plan(pack, device, options.causal, negative, dtype, options.config)
+    plan = make_plan(
+        pack, device, options.causal, negative, dtype, options.config, options.o_scale
+    )  # fmt: skip
     plan.quantise = quantise
     plan.call.bytes = tuple(map(launch._extent, tensors))  # type: ignore[assignment]
     return plan
@@ -349,7 +370,7 @@ def make_problem(
     v = shaped_as_v(pack)
     _, seqlen_k, heads_kv, head_dim_v = v.shape
     return Fp8Problem(
-        DTYPES[str(dtype)],
+        DTYPES.get(str(dtype), "e4m3"),
         head_dim,
         head_dim_v,
         causal,
@@ -399,6 +420,10 @@ def _of_blocks(pack: QuantizedQKV, tile_n: int) -> tuple[Factor, int, bool]:
     if shared & (shared - 1):
         return (_repeated(shared, blocks), 1.0, ()), 0, False
     return (None, 1.0, ()), shared.bit_length() - 1, False
+
+
+def _of_out(t: Tensor) -> Tensor:
+    return t.view(1)
 
 
 def _of_heads(t: Tensor | None, shape: tuple[int, ...]) -> Factor:

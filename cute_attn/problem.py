@@ -1,7 +1,7 @@
 """What is computed: shapes, dtypes and features of one attention call. Imports no torch."""
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 DTYPES = {"torch.bfloat16": "bf16", "torch.float16": "fp16"}
 FP8_DTYPE = "torch.float8_e4m3fn"  # of fwd alone, in cute_attn/fp8.py
@@ -32,9 +32,11 @@ class Problem:
     heads_q: int = 0
     heads_kv: int = 0
 
+    dtypes: ClassVar[tuple[str, ...]] = tuple(DTYPES.values())
+
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPES.values():
-            raise ValueError(f"dtype {self.dtype!r}: allowed are {sorted(DTYPES.values())}")
+        if self.dtype not in self.dtypes:
+            raise ValueError(f"dtype {self.dtype!r}: allowed are {sorted(self.dtypes)}")
         if type(self.causal) is not bool:
             raise TypeError(f"causal is {self.causal!r}: a bool is wanted")
         for name in ("head_dim", "head_dim_v"):
@@ -112,11 +114,12 @@ class Fp8Problem(Problem):
     channels: bool = False  # v_descale is of every channel, not of whole heads
     v_shift: bool = False  # a vector was taken off V, to be added to out
 
+    dtypes: ClassVar[tuple[str, ...]] = (*DTYPES.values(), "e4m3")
+
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.v_dtype not in ("e4m3", *DTYPES.values()):
-            allowed = sorted({"e4m3", *DTYPES.values()})
-            raise ValueError(f"v_dtype {self.v_dtype!r}: allowed are {allowed}")
+        if self.v_dtype not in self.dtypes:
+            raise ValueError(f"v_dtype {self.v_dtype!r}: allowed are {sorted(self.dtypes)}")
 
     def with_fine_k(self, fine: bool) -> "Fp8Problem":
         return replace(self, fine_k=fine)

@@ -135,6 +135,14 @@ def _rounded(P: Tensor, dtype: torch.dtype, p_scale: float) -> Tensor:
     return P.to(dtype).float()
 
 
+def rounded_output(o: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(o times scale in e4m3, the largest finite |o|): as cute_attn.fwd gives them. o is in fp32,
+    scale fp32 of one element, and the second is fp32 (1,)."""
+    amax = o.abs().nan_to_num(0.0, 0.0, 0.0).flatten()
+    largest = amax.amax(0, keepdim=True) if amax.numel() else amax.new_zeros(1)
+    return saturate(o if scale is None else o * scale.detach()), largest
+
+
 # Scales of every shape that fwd allows, as factors for query heads
 
 

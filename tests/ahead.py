@@ -79,6 +79,10 @@ def fp8_jobs():
     found += [replace(hp[2], v_shift=True, fine_k=True), replace(shifted, channels=True)]
     found += [replace(shifted, causal=False, fine_k=True), replace(shifted, dtype="fp16")]
     found += [replace(shifted, negative_scale=True)]
+    raw = [(64, 64, True), (128, 128, False), (256, 240, True), (16, 16, True), (128, 128, True)]
+    found += [Fp8Problem("bf16", *p, channels=p[1] == 240) for p in raw]
+    found += [Fp8Problem("bf16", d, d) for d in (64, 96, 256)]
+    found += [replace(p, dtype=t) for p in found for t in ("e4m3", "fp16") if p.dtype == "bf16"]
     jobs = [(p, config) for p in found for config in tuning_fp8.all_of(p)]
     return [(part.static(), config) for p, config in jobs for part in config.launches(p)]
 

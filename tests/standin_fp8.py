@@ -9,6 +9,7 @@ from standin import check_operand
 from cute_attn import fp8_launch, fp8_prepare, launch, quantize, quantize_launch
 from cute_attn.config import ONE_TILE, Fp8Config, TransposeConfig
 from cute_attn.quantize import E4M3
+from cute_attn.reference_fp8 import rounded_output
 
 FP32 = torch.float32
 
@@ -193,11 +194,11 @@ def order_of_keys():
 
 def forward_kernel(problem, config, seen):
     def kernel(q, k, v, o, lse, counter, sms, size, q_heads, shift, *factors):
-        qf, kf, vf, vs, dot = factors
+        qf, kf, vf, vs, dot, *rounding = factors
         assert counter.item() == 0 and sms == 132
         seen.append((problem, config, lse))
         group, seqlen_k = q.shape[2] // k.shape[2], k.shape[1]
-        for t, width in ((q, 1), (k, 1), (v, v.element_size()), (o, 2)):
+        for t, width in ((q, 1), (k, 1), (v, v.element_size()), (o, o.element_size())):
             check_tensor(t, width)
         for t in (qf, kf, vf, vs, dot):
             assert t.dtype == torch.float32 and t.dim() == 3
@@ -224,6 +225,14 @@ def forward_kernel(problem, config, seen):
         P = torch.softmax(S, -1)
         out = torch.einsum("bhqk,bkhd->bqhd", P, v.float().repeat_interleave(group, 2))
         vf, vs = (t.repeat_interleave(group, 1).unsqueeze(1) for t in (vf, vs))
-        o.copy_(out * vf + vs)
+        out = out * vf + vs
+        if problem.dtype == "e4m3":
+            scale, amax = rounding
+            assert scale.shape == amax.shape == (1,) and scale.dtype == amax.dtype == FP32
+            out, largest = rounded_output(out, scale)
+            amax.copy_(torch.maximum(amax, largest))
+        else:
+            assert not rounding
+        o.copy_(out)
 
     return kernel

@@ -48,6 +48,11 @@ CLASSES = [
     for dv in (16, d)
     for problem in [Fp8Problem("bf16", d, dv, True, v_dtype=v_dtype, v_shift=True)]
 ]
+ROUNDED = [  # O in e4m3, by every row of the tables
+    (replace(p, dtype="e4m3", fine_k=fine, channels=fine), c)
+    for p, c in TABLE
+    for fine in [p.causal]
+] + [(Fp8Problem("e4m3", 16, 16, v_shift=True), tuning_fp8.pick(Fp8Problem("e4m3", 16, 16)))]
 RAW = {  # whatever the head dims, with all that a call may add
     (part.static(), config)
     for d in (16, 64, 80, 96, 128, 144, 256)
@@ -87,14 +92,14 @@ def test_more_tuning_rows(job):
     compare_golden(GOLDEN, job_id(job), check(*job).golden(), map(job_id, TABLE))
 
 
-@pytest.mark.parametrize("job", KNOBS[:1] + PROMOTED[:1])
-def test_factors_of_channels_and_sums_in_fp32(job):
+@pytest.mark.parametrize("job", KNOBS[:1] + PROMOTED[:1] + ROUNDED[4:5])
+def test_factors_of_channels_sums_in_fp32_and_out_in_e4m3(job):
     check(*job)
 
 
 @slow
 @pytest.mark.parametrize(
-    "job", KNOBS[1:] + PROMOTED[1:] + CLASSES + sorted(RAW, key=repr), ids=job_id
+    "job", KNOBS[1:] + PROMOTED[1:] + CLASSES + sorted(RAW, key=repr) + ROUNDED, ids=job_id
 )
 def test_more_head_dims_and_knobs(job):
     check(*job)

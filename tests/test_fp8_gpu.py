@@ -10,8 +10,14 @@ from helpers import BF16, FP16
 
 import cute_attn
 from cute_attn.config import Fp8Config
-from cute_attn.quantize import QuantizedQKV
-from cute_attn.reference_fp8 import _of_blocks, _of_channels, _of_rows, attention_fp8
+from cute_attn.quantize import QuantizedQKV, saturate
+from cute_attn.reference_fp8 import (
+    _of_blocks,
+    _of_channels,
+    _of_rows,
+    attention_fp8,
+    rounded_output,
+)
 
 pytestmark = pytest.mark.gpu
 INF = math.inf
@@ -191,6 +197,53 @@ def test_16_bit_tensors_are_quantised(preset):
     full, full_lse = cute_attn.fwd(q, k, v, causal=True, return_lse=True)
     assert (out - full).float().norm() / full.float().norm() < 0.06
     assert (lse - full_lse).abs().max() < 0.1
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_out_in_e4m3(case):
+    """Codes next to those of out in 16 bits, the CPU's amax, and the same bits twice."""
+    causal, pack = case[7], made(case)
+    on_gpu = moved(pack)
+    wide, wide_lse = attention_fp8(pack, causal=causal, out_dtype=torch.float32)
+    out16 = cute_attn.fwd(on_gpu, causal=causal, out_dtype=FP16).float().cpu()
+    top = wide.abs().max()
+    for scale in (None, 448 / top, 1e6 * torch.ones(1)):
+        given = None if scale is None else scale.cuda()
+        options = {"causal": causal, "out_dtype": E4M3, "o_scale": given, "return_amax": True}
+        out, lse, amax = cute_attn.fwd(on_gpu, **options, return_lse=True)
+        again, amax_again = cute_attn.fwd(on_gpu, **options)
+        assert torch.equal(again.view(torch.uint8), out.view(torch.uint8))
+        assert torch.equal(amax, amax_again) and amax.shape == (1,)
+        assert amax.item() == pytest.approx(top.item(), rel=3e-2)
+        assert amax.item() == pytest.approx(out16.abs().max().item(), rel=2**-10)
+        assert torch.equal(torch.isneginf(lse.cpu()), torch.isneginf(wide_lse))
+        factor = 1.0 if scale is None else scale
+        want = saturate(out16 * factor).float()  # fp16 may cross a boundary of e4m3
+        steps = out.view(torch.uint8).cpu().int() - saturate(out16 * factor).view(torch.uint8).int()
+        assert (steps.abs() % 128 <= 1).all() and (steps != 0).float().mean() < 0.02
+        by_cpu = rounded_output(wide, None if scale is None else scale.view(-1))[0].float()
+        assert (out.float().cpu() - by_cpu).norm() <= 0.04 * by_cpu.norm()
+        assert (out.float().cpu() - want).norm() <= 0.01 * want.norm()
+
+
+def test_out_in_e4m3_elsewhere():
+    """Strided, in a graph, and with a NaN, which no amax counts."""
+    q, k, v, _ = (t.cuda() for t in flash_attention_3())
+    want, largest = cute_attn.fwd(q, k, v, out_dtype=E4M3, return_amax=True)
+    given = torch.empty(*want.shape[:3], want.shape[3] + 8, device="cuda", dtype=E4M3)[..., 8:]
+    got = cute_attn.fwd(q, k, v, out=given)
+    assert got is given and torch.equal(got.view(torch.uint8), want.view(torch.uint8))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got, amax = cute_attn.fwd(q, k, v, out_dtype=E4M3, return_amax=True)
+    for _ in range(2):
+        amax.fill_(9.0)
+        graph.replay()
+        assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
+        assert torch.equal(amax, largest)
+    q.view(torch.uint8)[0, 5, 1, 3] = 0x7F
+    got, amax = cute_attn.fwd(q, k, v, out_dtype=E4M3, return_amax=True)
+    assert got[0, 5, 1].float().isnan().all() and 0 < amax.item() <= largest.item()
 
 
 def test_empty():

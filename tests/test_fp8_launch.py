@@ -222,6 +222,53 @@ def test_a_preset_is_quantize_qkv_and_fwd(preset, kernels, monkeypatch):
     agree(monkeypatch, *sixteen_bit(), preset=preset)
 
 
+@pytest.mark.parametrize("kind", ["pack", "e4m3", "preset", "wide"])
+def test_out_in_e4m3(kind, kernels, monkeypatch):
+    args, options = calls()[kind]
+    exact, exact_lse = cute_attn.fwd(*args, **options, return_lse=True)
+    top = exact.float().abs().max()
+    empty = torch.empty(exact.numel() + 1, dtype=torch.uint8)[1:].view(E4M3).view(exact.shape)
+    dtype = {"out_dtype": E4M3}
+    for _ in range(2):
+        for scale, out in (
+            (None, {}),
+            (torch.tensor([150.0]), {}),
+            (torch.tensor(300.0), {}),
+            (1e6 * torch.ones(3)[1:2], {"out": empty}),
+        ):
+            more = options | dtype | out
+            got, lse, amax = cute_attn.fwd(
+                *args, **more, o_scale=scale, return_lse=True, return_amax=True
+            )
+            assert got.dtype == E4M3 and torch.equal(lse, exact_lse) and amax.shape == (1,)
+            assert not out or got is empty
+            assert amax.item() == pytest.approx(top.item(), rel=1e-2)
+            want = quantize.saturate(exact.float() * (1 if scale is None else scale)).float()
+            assert (got.float() - want).norm() < 0.03 * want.norm()
+            alone = cute_attn.fwd(*args, **more, o_scale=scale).float()
+            assert torch.equal(alone, got.float())
+            pair = cute_attn.fwd(*args, **more, o_scale=scale, return_amax=True)
+            assert len(pair) == 2 and torch.equal(pair[1], amax)
+    assert {p.dtype for p, *_ in kernels} == {"bf16", "e4m3"}
+    with pytest.raises(ValueError, match="return_amax is given and out is in torch.bfloat16"):
+        cute_attn.fwd(*args, **options, return_amax=True)
+
+
+def test_out_in_e4m3_of_nothing_and_in_a_graph(kernels, stand_in, monkeypatch):
+    (q, k, v), _ = e4m3()
+    options = {"out_dtype": E4M3, "return_amax": True}
+    for given in ((q[:, :0], k, v), (q, k[:, :0], v[:, :0])):
+        got, amax = cute_attn.fwd(*given, **options)
+        assert got.shape == (2, given[0].shape[1], 4, 48) and got.dtype == E4M3
+        assert not got.float().any() and amax.tolist() == [0.0]
+    want = cute_attn.fwd(q, k, v, **options)
+    fp8_launch._plans.clear(), fp8_launch._constants.clear()
+    stand_in.capturing = True
+    for _ in range(2):
+        got = cute_attn.fwd(q, k, v, **options)
+        assert all(torch.equal(a.float(), b.float()) for a, b in zip(got, want))
+
+
 def test_every_field_of_the_call_counts(seen, monkeypatch):
     tensors, heads = e4m3()
     fine = {
@@ -285,6 +332,13 @@ WRONG = [
     {"out": torch.empty(2, 40, 1, 48, dtype=BF16).expand(2, 40, 4, 48)},
     {"out": torch.empty(2, 40, 4, 48, dtype=BF16), "out_dtype": torch.float16},
     {"out_dtype": torch.float32},
+    {"return_amax": True},
+    {"o_scale": torch.ones(1)},
+    {"out_dtype": E4M3, "o_scale": 1.0},
+    {"out_dtype": E4M3, "o_scale": torch.ones(2)},
+    {"out_dtype": E4M3, "o_scale": torch.ones(1).double()},
+    {"out_dtype": E4M3, "o_scale": torch.ones(1, device="meta")},
+    {"out_dtype": E4M3, "o_scale": torch.ones(1, requires_grad=True)},
     {"config": 3},
     {"config": []},
     {"arch": "sm80"},
@@ -308,7 +362,8 @@ def test_errors_are_those_of_the_cpu_path(kind, kernels, monkeypatch):
     args, options = calls()[kind]
     right = dict(zip(("q", "k", "v"), args)) | options
     cute_attn.fwd(**right, k_block=None if kind == "pack" else 128)
-    cute_attn.fwd(**right)
+    for more in ({}, {"out_dtype": E4M3, "o_scale": torch.ones(1)}, {"out_dtype": E4M3}):
+        cute_attn.fwd(**right, **more, return_amax="out_dtype" in more)
     q = args[0].q if kind == "pack" else args[0]
     wide = torch.zeros(2 * 40 * 4 * 64, dtype=BF16)
     overlapped = wide.view(q.dtype)[: q.numel()].view(q.shape).copy_(q)

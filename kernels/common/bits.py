@@ -7,7 +7,7 @@ import struct
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int16, Int32
-from cutlass._mlir.dialects import llvm
+from cutlass._mlir.dialects import llvm, math
 from cutlass.cutlass_dsl import T
 
 INF_BITS = 0x7F800000
@@ -24,6 +24,10 @@ def from_bits(x: Int32) -> Float32:
 def bits_of(value: float) -> int:
     """The same at trace time."""
     return struct.unpack("<i", struct.pack("<f", value))[0]
+
+
+def magnitude(x: Float32) -> Float32:
+    return Float32(math.absf(Float32(x).ir_value()))
 
 
 def fma(a: Float32, b: Float32, c: Float32) -> Float32:

@@ -2,9 +2,10 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr, pipeline
+from cutlass import Float32, Int16, Int32, const_expr, pipeline
 from cutlass.cute.nvgpu import cpasync, warp
 
+from cute_attn.kernels.common.bits import bits, e4m3_pair, magnitude
 from cute_attn.kernels.common.layout import acc_as_rows
 from cute_attn.kernels.common.merge import pair_at
 from cute_attn.kernels.hopper import scheduler
@@ -24,6 +25,51 @@ def normalise(acc_O: cute.Tensor, norm: cute.Tensor):
     O = acc_as_rows(acc_O)
     for r in cutlass.range_constexpr(cute.size(norm)):
         O[r, None].store(O[r, None].load() * norm[r])
+
+
+@cute.jit
+def measure(amax: cute.Tensor, f, row0, seqlen_q):
+    """The largest finite |O|, of the rows that there are, into a cell: bits of what is not negative
+    compare as integers, and a maximum does not ask for an order."""
+    top = largest_size(f, row0, seqlen_q, False)
+    if top == Float32.inf:
+        top = largest_size(f, row0, seqlen_q, True)
+    whole = cute.arch.warp_redux_sync(bits(top), "max")
+    if f.tidx % 32 == 0:
+        cute.arch.atomic_max(amax.iterator.llvm_ptr, whole)
+
+
+@cute.jit
+def largest_size(f, row0, seqlen_q, finite: cutlass.Constexpr[bool]) -> Float32:
+    """Of this thread's O. fmax passes a NaN over; finite: infinities too."""
+    O, C = acc_as_rows(f.acc_O), acc_as_rows(f.cS)
+    top = Float32(0.0)
+    for r in cutlass.range_constexpr(2):
+        if row0 + C[r, 0][0] < seqlen_q:
+            for c in cutlass.range_constexpr(0, cute.size(O, mode=[1]), 2):
+                for i in cutlass.range_constexpr(2):
+                    size = magnitude(O[r, c + i])
+                    if const_expr(finite):
+                        size = Float32(0.0) if size == Float32.inf else size
+                    top = cute.arch.fmax(top, size)
+    return top
+
+
+@cute.jit
+def hand_over_codes(x: Inputs, smem: Smem, f, ring, slot: Int32):
+    """As hand_over_output, for O in e4m3: stmatrix has no place for bytes, two columns are stored
+    as one of 16 bits."""
+    O, C = acc_as_rows(f.acc_O), acc_as_rows(f.cS)
+    scale = x.rounding.scale[0]
+    # recast_tensor alone would forget the swizzle
+    base = cute.recast_ptr(smem.o.iterator, x.o.layout.inner, dtype=Int16)
+    pairs = cute.make_tensor(base, cute.recast_layout(16, 8, smem.o.layout))
+    for r in cutlass.range_constexpr(2):
+        for c in cutlass.range_constexpr(0, cute.size(O, mode=[1]), 2):
+            code = e4m3_pair(O[r, c] * scale, O[r, c + 1] * scale)
+            pairs[C[r, 0][0], C[r, 0][1] // 2 + 2 * c, slot] = code
+    cute.arch.fence_view_async_shared()
+    cute.arch.mbarrier_arrive(ring.sync_object_full.get_barrier(slot))
 
 
 @cute.jit

@@ -226,7 +226,11 @@ class Fp8Consumer(Consumer):
         self.scale_output(norm)
         if const_expr(not same_slots(self.problem)):
             cute.arch.barrier(barrier_id=OUTPUT_BARRIER + self.f.wg, number_of_threads=128)
-        epilogue.hand_over_output(self.smem, self.f, self.pipes.o, q.index)
+        if const_expr(self.x.rounding is not None):
+            epilogue.measure(self.x.rounding.amax, self.f, rows.first, seqlen_q)
+            epilogue.hand_over_codes(self.x, self.smem, self.f, self.pipes.o, q.index)
+        else:
+            epilogue.hand_over_output(self.smem, self.f, self.pipes.o, q.index)
         q.advance(self.cfg.warpgroups)
         return q, v
 
@@ -283,5 +287,7 @@ def channel_pair(
 
 
 def same_slots(problem) -> bool:
-    """epilogue.same_slots where O's elements are twice as wide as Q's."""
+    """epilogue.same_slots where O's elements are twice as wide as Q's, or as wide."""
+    if problem.dtype == "e4m3":
+        return problem.tile_dim == problem.tile_dim_v
     return problem.tile_dim % 128 == 0 and problem.tile_dim_v % 64 == 0

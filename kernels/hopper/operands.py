@@ -47,6 +47,13 @@ class Scales(NamedTuple):
     k_shift: Int32  # log2 of the KV blocks in a group of keys
 
 
+class Rounding(NamedTuple):
+    """Of O in e4m3, fp32 (1,)."""
+
+    scale: cute.Tensor  # O is multiplied by it before it is rounded
+    amax: cute.Tensor  # the largest finite |O| before that; 0 at the launch
+
+
 class Inputs(NamedTuple):
     q: TmaOperand
     k: TmaOperand
@@ -61,6 +68,7 @@ class Inputs(NamedTuple):
     parts: Parts | None  # where O and row statistics go if the keys are split
     counter: cute.Tensor  # (1,) int32, zero between launches
     scales: Scales | None = None  # of FP8 operands, whose gQ, gK and gV are None
+    rounding: Rounding | None = None  # of O in e4m3
 
 
 class Smem(NamedTuple):
