@@ -11,8 +11,9 @@ from helpers import BF16, FP16, qkv
 import cute_attn
 from cute_attn import compile as jit
 from cute_attn import launch, quantize
-from cute_attn.config import BwdConfig, Fp8Config, QuantizeConfig
-from cute_attn.problem import Fp8Problem
+from cute_attn.config import BwdConfig, Fp8Config, QuantizeConfig, TransposeConfig
+from cute_attn.problem import Fp8Problem, Problem
+from cute_attn.tools import compile as tools
 
 
 @pytest.fixture
@@ -38,6 +39,7 @@ def calls():
         (eight, scales),
         ((*eight[:2], v), {"config": Fp8Config(128, 64)}),
         ([torch.cat([t, t], 1) for t in eight], {}),
+        ((q, k, v), {"preset": "fp8", "out_dtype": E4M3, "return_amax": True}),
     ]
 
 
@@ -131,6 +133,63 @@ def test_warmup_makes_what_a_call_takes(preset, options, kernels, stand_in, monk
     cute_attn.fwd(*sixteen_bit(), preset=preset, **options)
     cute_attn.fwd(cute_attn.quantize_qkv(*sixteen_bit(), preset=preset), **options)
     assert len(stand_in.built) == ready and len(kernels) == 2
+
+
+@pytest.mark.parametrize("width", [48, 208])
+@pytest.mark.parametrize("causal", [False, True])
+def test_compile_makes_what_calls_take(causal, width, kernels, stand_in, monkeypatch):
+    """python -m cute_attn compile --fp8: of packs, presets and e4m3 tensors, few and many."""
+    problem = Problem("bf16", 64, width, causal)
+    made = {p: set(tools.fp8_class(problem, p)) for p in ("fp8", "fp8_hp")}
+    q, k, v = qkv(1, 40, 600, (2, 1), (64, width), dtype=BF16)
+    for preset, jobs in made.items():
+        cute_attn.fwd(q, k, v, causal=causal, preset=preset)
+        cute_attn.fwd(cute_attn.quantize_qkv(q, k, v, preset=preset), causal=causal)
+        assert {(p, c) for p, c, _ in stand_in.built} == {
+            (p, c)
+            for p, c in jobs
+            if isinstance(c, QuantizeConfig) or isinstance(p, Fp8Problem) and not p.raw_v
+        }
+        stand_in.built.clear()
+    for n in (600, 512):
+        cute_attn.fwd(*(t[:, :n].to(E4M3) for t in (q, k, v)), causal=causal)
+    raw = {(p, c) for p, c in made["fp8"] if isinstance(p, Fp8Problem) and p.raw_v}
+    assert {(p, c) for p, c, _ in stand_in.built} == raw and len(raw) == 2 + (width == 208)
+    transpose = [p.head_dim_v for p, c in made["fp8"] if isinstance(c, TransposeConfig)]
+    assert transpose == [64 if width == 48 else 224]
+    assert all(job == (job[0].static(), job[1]) for job in raw)
+
+
+def test_the_compile_command(capsys, monkeypatch):
+    built = []
+
+    def build_all(jobs, *_):
+        built.append(jobs)
+        return [tools.Built(job, 0.1) for job in jobs]
+
+    monkeypatch.setattr(tools, "build_all", build_all)
+    assert tools.main(["--fp8", "--shape", "b=1,hq=1,sq=1,d=64"]) == 0
+    text = capsys.readouterr().out
+    for part in (
+        "quantise bf16 d64/64 full",
+        "raw-e4m3-bf16 d64/64 full promote",
+        "e4m3-bf16 d64/64 full ",
+        "transpose v e4m3 d64",
+    ):
+        assert part in text
+    assert len(built[0]) == 5
+    assert tools.main(["--fp8", "--dtype", "fp16"]) == tools.main(["--fp8", "fp8_hp"]) == 0
+    kinds = [{type(config) for _, config in jobs} for jobs in built[1:]]
+    assert kinds == [{QuantizeConfig, Fp8Config, TransposeConfig}, {QuantizeConfig, Fp8Config}]
+    assert {p.dtype for p, c in built[1] if not isinstance(c, TransposeConfig)} == {"fp16"}
+    for wrong in (
+        ["--fp8", "--backward"],
+        ["--fp8", "fp4"],
+        ["--fp8", "--shape", "b=1,hq=1,sq=1,d=24"],
+    ):
+        with pytest.raises(SystemExit):
+            tools.main(wrong)
+    assert "head_dim is 24" in capsys.readouterr().err
 
 
 def test_warmup_for_training(kernels, stand_in, monkeypatch):

@@ -8,15 +8,18 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from multiprocessing import get_context
+from typing import Any
 
 from cute_attn import tuning, tuning_bwd, tuning_fp8
-from cute_attn.compile import Config
+from cute_attn.compile import AnyConfig, Config
+from cute_attn.config import Fp8Config, QuantizeConfig, TransposeConfig
 from cute_attn.problem import DTYPES, Fp8Problem, Problem
 from cute_attn.tools import cases as c
 from cute_attn.tools.inspect import Resources, cubin_of_object, main_kernel, resources
 from cute_attn.tools.progress import Progress
 
 Job = tuple[Problem, Config]
+AnyJob = tuple[Problem, AnyConfig]
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,34 @@ def fp8_jobs(dtype: str = "bf16") -> list[Job]:
         for causal in (False, True)
         for problem in [Fp8Problem(dtype, d, dv, causal, v_dtype=v_dtype, v_shift=v_shift)]
     ]
+
+
+def fp8_rows(preset: str, dtypes: Sequence[str]) -> list[AnyJob]:
+    """What fp8_class says of every row of the preset's table, both masks."""
+    rows = tuning_fp8.FORWARD if preset == "fp8" else tuning_fp8.FORWARD_HP
+    jobs = [
+        job
+        for dtype in dtypes
+        for d, dv, _ in rows
+        for causal in (False, True)
+        for job in fp8_class(Problem(dtype, d, dv, causal), preset)
+    ]
+    return list(dict.fromkeys(jobs))
+
+
+def fp8_class(problem: Problem, preset: str) -> list[AnyJob]:
+    """What quantises and attends to 16-bit tensors of a class; with 'fp8' also what takes e4m3
+    tensors of its head dims, on few keys and on many."""
+    from cute_attn import fp8
+
+    jobs: list[AnyJob] = list(fp8.kernels_of_preset(problem, preset, None))
+    if preset == "fp8":
+        head_dims = problem.head_dim, problem.head_dim_v
+        raw = Fp8Problem(problem.dtype, *head_dims, problem.causal, problem.negative_scale)
+        for config in tuning_fp8.all_of(raw):
+            jobs += [(part, config) for part in config.launches(raw)]
+        jobs.append((Problem("bf16", 16, problem.head_dim_v), TransposeConfig()))
+    return [(each.static(), config) for each, config in jobs]
 
 
 def build(job: Job, arch: str) -> Built:
@@ -135,24 +166,55 @@ def describe(problem: Problem) -> str:
     return f"{kind}{problem.dtype} d{problem.head_dim}/{problem.head_dim_v} {mask}"
 
 
+def label(job: AnyJob) -> str:
+    problem, config = job
+    if isinstance(config, TransposeConfig):
+        return f"transpose v e4m3 d{problem.head_dim_v}"
+    before = "quantise " if isinstance(config, QuantizeConfig) else ""
+    promotes = " promote" if isinstance(config, Fp8Config) and config.promote else ""
+    return before + describe(problem) + promotes
+
+
+def wanted_jobs(args: argparse.Namespace, shapes: Sequence[c.Case]) -> list[Any]:
+    """Raises ValueError for a shape that FP8 does not take."""
+    dtypes = args.dtype.split(",")
+    if args.fp8:
+        jobs = [job for case in shapes for job in fp8_class(case.problem(), args.fp8)]
+        return list(dict.fromkeys(jobs)) or fp8_rows(args.fp8, dtypes)
+    rows = backward_jobs if args.backward else table_jobs
+    pick: Callable[[c.Case], Config] = c.bwd_config_for if args.backward else c.config_for
+    jobs = [(case.problem().static(), pick(case)) for case in shapes]
+    return list(dict.fromkeys(jobs)) or rows(dtypes)
+
+
 def main(argv: Sequence[str]) -> int:
     p = argparse.ArgumentParser(prog="python -m cute_attn compile", description=__doc__)
     p.add_argument("--arch", default="sm90", help="target (%(default)s)")
     p.add_argument("--backward", action="store_true", help="the backward's kernels instead")
+    p.add_argument(
+        "--fp8",
+        nargs="?",
+        const="fp8",
+        choices=("fp8", "fp8_hp"),
+        metavar="PRESET",
+        help="those of FP8 calls instead: of fp8 (default; of e4m3 tensors too) or fp8_hp",
+    )
     p.add_argument("--shape", action="append", default=[], metavar="b=..,hq=..,sq=..,d=..")
     p.add_argument("--cases", action="append", default=[], metavar="SET|NAME")
     p.add_argument("--dtype", default=",".join(DTYPES.values()), help="of the table's rows")
     p.add_argument("--jobs", type=int, default=min(os.cpu_count() or 1, 8), help="processes")
     args = p.parse_args(argv)
+    if args.fp8 and args.backward:
+        p.error("--fp8 and --backward: the backward has no kernels of its own for FP8")
     try:
         wanted = c.find_cases(",".join(args.cases).split(",") if args.cases else [])
         shapes = [case for case, _ in wanted] + [c.parse_shape(s) for s in args.shape]
     except ValueError as error:
         p.error(str(error))
-    rows = backward_jobs if args.backward else table_jobs
-    pick: Callable[[c.Case], Config] = c.bwd_config_for if args.backward else c.config_for
-    jobs = [(case.problem().static(), pick(case)) for case in shapes]
-    jobs = list(dict.fromkeys(jobs)) or rows(args.dtype.split(","))
+    try:
+        jobs = wanted_jobs(args, shapes)
+    except ValueError as error:
+        p.error(str(error))
     bad = 0
     with Progress(len(jobs), "compile") as bar:
         for n, built in enumerate(build_all(jobs, args.arch, args.jobs), 1):
@@ -160,7 +222,7 @@ def main(argv: Sequence[str]) -> int:
             used = built.resources
             text = f"{used.registers} registers, {used.frame} bytes local" if used else "not cached"
             bad += bool(built.error)
-            print(f"{describe(built.job[0]):24} {built.seconds:5.1f} s  {built.error or text}")
+            print(f"{label(built.job):34} {built.seconds:5.1f} s  {built.error or text}")
             sys.stdout.flush()
             bar.at(n)
     return 1 if bad else 0
