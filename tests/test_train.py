@@ -42,7 +42,17 @@ def trained(tmp_path, *options):
     return json.loads(line)
 
 
-def check(record, close):
+def check(record, close, preset=None, preset_close=0.0):
+    if preset:
+        run = record["runs"].pop()
+        ours = record["runs"][1]
+        assert run["impl"] == f"cute_attn/{preset}" and record["training"]["preset"] == preset
+        assert run["losses"] != ours["losses"]  # or nothing was rounded
+        np.testing.assert_allclose(run["losses"], ours["losses"], atol=preset_close)
+        assert run["validation_loss"] == pytest.approx(ours["validation_loss"], abs=preset_close)
+        assert 0 < record["preset_gap"] < preset_close and "source_fp8" in record
+    else:
+        assert "preset_gap" not in record
     assert record["within_noise"] and record["gap"] <= 2 * record["noise"]
     assert 0 < record["noise"] < close
     names = [run["impl"] for run in record["runs"]]
@@ -62,6 +72,25 @@ def test_both_learn_the_same_on_the_cpu(tmp_path):
     record = trained(tmp_path, "--cpu", "--steps", "25", "--batch", "8")
     assert record["device"] == "cpu"
     check(record, close=0.01)
+
+
+@pytest.mark.parametrize("preset", ["fp8", "fp8_hp"])
+def test_fp8_learns_as_bf16_does_on_the_cpu(tmp_path, preset):
+    plot = tmp_path / "loss.svg"
+    options = ["--cpu", "--steps", "25", "--batch", "8", "--preset", preset]
+    if importlib.util.find_spec("matplotlib"):
+        options += ["--out", str(plot)]
+    record = trained(tmp_path, *options)
+    check(record, 0.01, preset, 0.02)
+    assert not plot.exists() or f"cute_attn/{preset}" in plot.read_text()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [(), ("--compile",)], ids=["eager", "compiled"])
+def test_fp8_learns_as_bf16_does_on_the_gpu(tmp_path, compiled):
+    options = ("--steps", "40", "--layers", "4", "--width", "256", "--heads", "2")
+    record = trained(tmp_path, *options, "--seqlen", "512", "--preset", "fp8", *compiled)
+    check(record, 0.1, "fp8", 0.15)
 
 
 @pytest.mark.gpu
@@ -97,6 +126,8 @@ def test_a_gap_that_is_not_a_number_is_no_agreement(monkeypatch):
     assert not script.compare([a, b, c]).within
     b.losses[:] = 1.15
     assert script.compare([a, b, c]).within
+    d = script.Run("cute_attn/fp8", np.full(9, 5.0), 1.0, 1.0)  # seen, and not judged
+    assert script.compare([a, b, c, d]).within and script.compare([a, b, c, d]).preset_gap == 4.0
     b.losses[:] = 1.25
     assert not script.compare([a, b, c]).within
     c.losses[-1] = np.inf
@@ -110,6 +141,8 @@ def test_a_gap_that_is_not_a_number_is_no_agreement(monkeypatch):
         ("--impl has 'fa9'", "--impl fa9"),
         ("no multiple of --heads 3", "--heads 3"),
         ("head_dim is then 4", "--width 8 --heads 2"),
+        ("--preset fp8: head_dim is 8, no multiple of 16", "--preset fp8 --width 16"),
+        ("argument --preset: invalid choice: 'int4'", "--preset int4"),
         ("argument --steps: 0 is not positive", "--steps 0"),
         ("argument --layers: invalid", "--layers x"),
         ("do not hold a sequence", "--seqlen 100000000"),
