@@ -148,7 +148,13 @@ class Fp8Config(FwdConfig):
         q = self.q_ring * 64 * max(problem.tile_dim, 2 * problem.tile_dim_v)
         k = self.kv_stages * self.tile_n * problem.tile_dim
         v = self.v_ring * self.tile_n * problem.tile_dim_v * problem.itemsize_v
-        return q + k + v + BARRIER_BYTES
+        rows = 4 * self.tile_m if self.few_registers(problem.tile_dim_v) else 0
+        return q + k + v + rows + BARRIER_BYTES
+
+    def few_registers(self, tile_dim_v: int) -> bool:
+        """Whether O, S, P and the next P leave too few for the rows' factors: they lie in shared
+        memory then."""
+        return tile_dim_v > 192 and not self.exact_max
 
     def accumulator_registers(self, problem: Problem) -> int:
         assert isinstance(problem, Fp8Problem)

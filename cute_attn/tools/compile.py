@@ -63,8 +63,8 @@ def fp8_jobs(dtype: str = "bf16") -> list[Job]:
     return [
         (config.launches(problem)[0], config)
         for v_dtype, v_shift, rows in tables
-        for d, dv, config in rows
-        for causal in (False, True)
+        for d, dv, *configs in rows
+        for causal, config in zip((False, True), configs, strict=True)
         for problem in [Fp8Problem(dtype, d, dv, causal, v_dtype=v_dtype, v_shift=v_shift)]
     ]
 
@@ -75,7 +75,7 @@ def fp8_rows(preset: str, dtypes: Sequence[str]) -> list[AnyJob]:
     jobs = [
         job
         for dtype in dtypes
-        for d, dv, _ in rows
+        for d, dv, *_ in rows
         for causal in (False, True)
         for job in fp8_class(Problem(dtype, d, dv, causal), preset)
     ]

@@ -6,7 +6,7 @@ import struct
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int16, Int32
+from cutlass import Boolean, Float32, Int16, Int32, Int64
 from cutlass._mlir.dialects import llvm, math
 from cutlass.cutlass_dsl import T
 
@@ -38,15 +38,30 @@ def fma(a: Float32, b: Float32, c: Float32) -> Float32:
 def e4m3_pair(low: Float32, high: Float32) -> Int16:
     """Both rounded to e4m3, what is too large to 448."""
     asm = "cvt.rn.satfinite.e4m3x2.f32 $0, $1, $2;"
-    values = [Float32(x).ir_value() for x in (high, low)]
-    return Int16(llvm.inline_asm(T.i16(), values, asm, "=h,f,f", has_side_effects=False))
+    return Int16(_asm(T.i16(), asm, "=h,f,f", (high, low)))
 
 
-def joined(low: Int16, high: Int16) -> Int32:
-    """Where it stands: with side effects as far as the compiler knows."""
-    values = [Int16(x).ir_value() for x in (low, high)]
-    asm = "mov.b32 $0, {$1, $2};"
-    return Int32(llvm.inline_asm(T.i32(), values, asm, "=r,h,h", has_side_effects=True))
+def kept(x: Int64) -> Int64:
+    """x, which the compiler is not to compute again wherever it is used."""
+    values = [Int64(x).ir_value()]
+    return Int64(llvm.inline_asm(T.i64(), values, "mov.b64 $0, $1;", "=l,l", has_side_effects=True))
+
+
+def moved(x: Int32) -> Int32:
+    """A copy made where it stands."""
+    asm, values = "mov.b32 $0, $1;", [Int32(x).ir_value()]
+    return Int32(llvm.inline_asm(T.i32(), values, asm, "=r,r", has_side_effects=True))
+
+
+def any_of_threads(condition: Boolean, barrier: Int32, threads: int) -> Boolean:
+    """Whether it holds in one of those that meet at the barrier."""
+    asm = (
+        "{ .reg .pred p, q; setp.ne.s32 p, $1, 0; "
+        f"bar.red.or.pred q, $2, {threads}, p; selp.s32 $0, 1, 0, q; }}"
+    )
+    values = [Int32(x).ir_value() for x in (condition, barrier)]
+    found = llvm.inline_asm(T.i32(), values, asm, "=r,r,r", has_side_effects=True)
+    return Int32(found) != 0
 
 
 def largest(values: cute.Tensor) -> Float32:
@@ -70,6 +85,15 @@ def packed_e4m3(a: Float32, b: Float32, c: Float32, d: Float32) -> Int32:
         "cvt.rn.satfinite.e4m3x2.f32 hi, $4, $3; mov.b32 $0, {lo, hi}; }"
     )
     return Int32(_asm(T.i32(), code, "=r,f,f,f,f", (a, b, c, d)))
+
+
+def word_of(dtype: str, values) -> Int32:
+    """As many numbers as 32 bits hold, rounded to dtype, the first in the lowest bits."""
+    if dtype == "e4m3":
+        return packed_e4m3(*values)
+    low, high = values
+    kind = {"bf16": "bf16x2", "fp16": "f16x2"}[dtype]
+    return Int32(_asm(T.i32(), f"cvt.rn.{kind}.f32 $0, $2, $1;", "=r,f,f", (low, high)))
 
 
 def _asm(result, code: str, constraints: str, values):

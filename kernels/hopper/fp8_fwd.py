@@ -111,7 +111,10 @@ class Fp8ForwardSm90(ForwardSm90):
         at = cute.make_rmem_tensor(2, Int32)
         total = f.acc_O.layout if const_expr(self.cfg.promote) else cute.make_layout(1)
         total = cute.make_rmem_tensor(total, Float32)
-        return Fp8Consumer(self.cfg, self.problem, x, smem, f, softmax, pipes, shape, at, total)
+        k_factors = cute.make_rmem_tensor(1, cutlass.Int64)
+        return Fp8Consumer(
+            self.cfg, self.problem, x, smem, f, softmax, pipes, shape, at, k_factors, total
+        )
 
 
 class Fp8RoundingSm90(Fp8ForwardSm90):

@@ -14,14 +14,14 @@ The tensor core drops of every term what lies some 2^13 below the sum that it is
 many terms alike stops growing. With `promote` the sum in it is of a few blocks, O of fp32 ones.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
-from cute_attn.kernels.common.bits import e4m3_pair, joined
+from cute_attn.kernels.common.bits import any_of_threads, kept, moved, word_of
 from cute_attn.kernels.common.layout import acc_as_operand_a, acc_as_rows
 from cute_attn.kernels.common.mask import keys_seen, mask_scores
 from cute_attn.kernels.common.merge import pair_at
@@ -31,13 +31,19 @@ from cute_attn.kernels.hopper.gemm import STEP, STEP_8
 from cute_attn.kernels.hopper.mainloop import OUTPUT_BARRIER, Consumer, Rows
 from cute_attn.kernels.hopper.operands import Tile
 
-FAILURES = 6  # blocks of a tile that may need their maximum before all others are given one
+TRIED = 8  # blocks after which those that needed their maximum are counted
+VOTE_BARRIER = 7  # + warpgroup
 
 
 @dataclass(frozen=True)
 class Fp8Consumer(Consumer):
     at: cute.Tensor  # (2,) KV head and batch of the tile
+    k_factors: cute.Tensor  # (1,) address of that head's factors of K
     total: cute.Tensor  # what O was when the tensor core's sum began anew, if it does
+
+    @property
+    def few_registers(self) -> bool:
+        return self.cfg.few_registers(self.problem.tile_dim_v)
 
     @property
     def qk_steps(self) -> int:
@@ -48,10 +54,23 @@ class Fp8Consumer(Consumer):
         return self.cfg.tile_n // (STEP_8 if self.f.P.element_type.width == 8 else STEP)
 
     @cute.jit
+    def scored(self, q, k, v, block: Int32):
+        """products, and the factors of the block's keys, loaded while they run."""
+        acc_S = self.issue_products(q, k, v, block)
+        factors = self.factors(block)
+        if const_expr(self.few_registers):
+            C = acc_as_rows(self.afresh().f.cS)
+            for r in cutlass.range_constexpr(2):  # each thread has written what it reads
+                self.softmax.scale[r] = self.smem.rows[self.f.wg * 64 + C[r, 0][0]]
+        self.await_scores()
+        return acc_S, factors
+
+    @cute.jit
     def factors(self, block: Int32) -> cute.Tensor:
         """What belongs to a block's keys of the scores' factor."""
         scales = self.x.scales
-        k = scales.k[None, self.at[0], self.at[1]]
+        first = cute.make_ptr(Float32, self.k_factors[0], cute.AddressSpace.gmem, assumed_align=4)
+        k = cute.make_tensor(first, cute.select(scales.k.layout, mode=[0]))
         count = self.cfg.tile_n // 16 if const_expr(self.problem.fine_k) else 1
         found = cute.make_rmem_tensor(count, Float32)
         if const_expr(self.problem.fine_k):
@@ -76,12 +95,19 @@ class Fp8Consumer(Consumer):
 
     @cute.jit
     def begin(self, q, k, v, tile: Tile, rows: Rows):
+        return self.afresh().start(q, k, v, tile, rows)
+
+    @cute.jit
+    def start(self, q, k, v, tile: Tile, rows: Rows):
         self.at[0], self.at[1] = tile.head // self.shape.q_per_kv, tile.batch
         C, scales = acc_as_rows(self.f.cS), self.x.scales
+        self.k_factors[0] = kept(scales.k[None, self.at[0], self.at[1]].iterator.toint())
         for r in cutlass.range_constexpr(2):
             row = cutlass.min(rows.first + C[r, 0][0], self.shape.seqlen_q - 1)
             descale = scales.q[row, tile.head // scales.q_heads, tile.batch]
             self.softmax.scale[r] = self.softmax.scale_log2 * descale
+            if const_expr(self.few_registers):
+                self.smem.rows[self.f.wg * 64 + C[r, 0][0]] = self.softmax.scale[r]
         self.total.fill(0.0)
         return Consumer.begin(self, q, k, v, tile, rows)
 
@@ -100,16 +126,16 @@ class Fp8Consumer(Consumer):
 
     @cute.jit
     def masked_block(self, q, k, v, rows: Rows, block: Int32):
-        factors = self.factors(block)  # loaded while the products run
-        acc_S, k = self.products(q, k, v, block)
-        moved = self.weigh_masked_by(acc_S, rows, block, factors)
+        acc_S, factors = self.scored(q, k, v, block)
+        k = self.release_k(k)
+        moved = self.afresh().weigh_masked_by(acc_S, rows, block, factors)
         v = self.take_up(acc_S, v, moved)
         return k, v
 
     @cute.jit
     def block(self, q, k, v, block: Int32):
-        factors = self.factors(block)
-        acc_S, k = self.products(q, k, v, block)
+        acc_S, factors = self.scored(q, k, v, block)
+        k = self.release_k(k)
         scales = self.softmax.prepare(acc_S, factors)
         moved = self.softmax.exact_fp8(acc_S, scales)
         v = self.take_up(acc_S, v, moved)
@@ -117,28 +143,23 @@ class Fp8Consumer(Consumer):
 
     @cute.jit
     def late_block(self, q, k, v, block: Int32, failures: Int32):
-        """block without a maximum, while this warp has seldom needed one."""
-        factors = self.factors(block)
-        acc_S, k = self.products(q, k, v, block)
-        scales = self.softmax.prepare(acc_S, factors)
-        pairs = cute.make_rmem_tensor(cute.size(acc_S) // 2, cutlass.Int16)
-        pairs.fill(0)
-        self.softmax.new.fill(0.0)
-        over = Boolean(True)
-        if failures < FAILURES:
-            over = self.softmax.late_fp8(acc_S, pairs, scales)
-        if over:
+        """block without a maximum, unless this warp needs one."""
+        acc_S, factors = self.scored(q, k, v, block)
+        k = self.release_k(k)
+        self.softmax.distances(acc_S, factors)
+        words = self.words()
+        if self.softmax.late_fp8(acc_S, words):
             failures += 1
-            self.after_late(acc_S, pairs, scales)
+            self.after_late(acc_S, words)
         self.softmax.add()
         v = self.release_v(v)
-        self.join(pairs)
+        self.place(words)
         return k, v, failures
 
     @cute.jit
-    def after_late(self, acc_S, pairs, scales):
-        moved = self.softmax.after_late(acc_S, scales)
-        self.cast_into(pairs, acc_S)
+    def after_late(self, acc_S, words):
+        moved = self.softmax.raise_fp8(acc_S)
+        self.cast_into(words, acc_S)
         warpgroup.wait_group(0)
         if moved:
             self.softmax.lower_sums()
@@ -148,15 +169,15 @@ class Fp8Consumer(Consumer):
     def take_up(self, acc_S, v, moved: Boolean):
         """Once the product before is there, O and P are free."""
         early = const_expr(self.f.P.element_type.width == 8)
-        pairs = cute.make_rmem_tensor(cute.size(acc_S) // 2, cutlass.Int16)
+        words = self.words()
         if const_expr(early):
-            self.cast_into(pairs, acc_S)
+            self.cast_into(words, acc_S)
         self.softmax.add()
         if moved:  # has a wait of its own: ptxas moves one without a branch up, before the weights
             self.rescale()
         v = self.release_v(v)
         if const_expr(early):
-            self.join(pairs)
+            self.place(words)
         else:
             self.keep_weights(acc_S)
         return v
@@ -169,18 +190,23 @@ class Fp8Consumer(Consumer):
         return v
 
     @cute.jit
-    def cast_into(self, pairs: cute.Tensor, acc_S):
-        """P in e4m3, but not yet in the registers that the product before still reads: if those
-        were written, ptxas would have products wait for each other."""
-        S = acc_as_operand_a(acc_S, 8)
-        for i in cutlass.range_constexpr(cute.size(pairs)):
-            pairs[i] = e4m3_pair(S[2 * i], S[2 * i + 1])
+    def words(self) -> cute.Tensor:
+        """P, but not yet in the registers that the product before still reads: if those were
+        written, ptxas would have products wait for each other."""
+        return cute.make_rmem_tensor(cute.recast_tensor(self.f.P, Int32).layout, Int32)
 
     @cute.jit
-    def join(self, pairs: cute.Tensor):
+    def cast_into(self, words: cute.Tensor, acc_S):
+        width = self.f.P.element_type.width
+        S, n = acc_as_operand_a(acc_S, width), 32 // width
+        for i in cutlass.range_constexpr(cute.size(words)):
+            words[i] = word_of(self.problem.v_dtype, [S[n * i + j] for j in range(n)])
+
+    @cute.jit
+    def place(self, words: cute.Tensor):
         P = cute.recast_tensor(self.f.P, Int32)
         for i in cutlass.range_constexpr(cute.size(P)):
-            P[i] = joined(pairs[2 * i], pairs[2 * i + 1])
+            P[i] = moved(words[i])
 
     @cute.jit
     def rescale(self):
@@ -198,17 +224,45 @@ class Fp8Consumer(Consumer):
     def blocks(self, q, k, v, tile: Tile, rows: Rows, rough: Boolean):
         for i in cutlass.range(rows.end - 1 - rows.full, unroll=1):
             k, v = self.masked_block(q, k, v, rows, rows.end - 2 - i)
-        if const_expr(self.cfg.exact_max or self.problem.v_dtype != "e4m3"):
-            for i in cutlass.range(rows.full - rows.begin, unroll=1):
-                k, v = self.block(q, k, v, rows.full - 1 - i)
-        else:
-            failures = Int32(0)
-            for i in cutlass.range(rows.full - rows.begin, unroll=1):
-                k, v, failures = self.late_block(q, k, v, rows.full - 1 - i, failures)
+        left = rows.full - rows.begin
+        if const_expr(not self.cfg.exact_max):
+            k, v, left = self.late_blocks(q, k, v, rows, left)
+        for i in cutlass.range(left, unroll=1):
+            k, v = self.block(q, k, v, rows.begin + left - 1 - i)
         return k, v
 
     @cute.jit
+    def late_blocks(self, q, k, v, rows: Rows, left: Int32):
+        """As many as most warps weigh without a maximum; how many are left."""
+        rough = Boolean(False)
+        while (left > 0) & (not rough):
+            count, failures = cutlass.min(left, TRIED), Int32(0)
+            for i in cutlass.range(count, unroll=1):
+                block = rows.begin + left - 1 - i
+                k, v, failures = self.late_block(q, k, v, block, failures)
+            left -= count
+            rough = self.in_some_warp(2 * failures > count)
+        return k, v, left
+
+    @cute.jit
+    def in_some_warp(self, condition: Boolean) -> Boolean:
+        """Of this warpgroup, whose warps take the same way: products are the warpgroup's."""
+        return any_of_threads(condition, VOTE_BARRIER + self.f.wg, 128)
+
+    @cute.jit
     def end(self, q, v, tile: Tile, rows: Rows):
+        return self.afresh().finish(q, v, tile, rows)
+
+    def afresh(self) -> "Fp8Consumer":
+        """Of a thread index that the compiler takes for another: what it makes of the first would
+        wait in registers all the way."""
+        tidx = moved(cute.arch.thread_idx()[0]) % 128
+        keys = cute.make_identity_tensor((64, self.cfg.tile_n))
+        cS = self.f.mmas.qk.get_slice(tidx).partition_C(keys)
+        return replace(self, f=self.f._replace(tidx=tidx, cS=cS))
+
+    @cute.jit
+    def finish(self, q, v, tile: Tile, rows: Rows):
         self.pipes.v.consumer_wait(v)
         self.take_token()
         self.issue_pv(v)
@@ -218,12 +272,13 @@ class Fp8Consumer(Consumer):
         self.shift_lse(lse, tile, rows)
         seqlen_q = self.shape.seqlen_q
         epilogue.store_rows(self.x.lse, lse, self.f.cS, tile, rows.first, seqlen_q)
+        times, plus = self.of_channels()  # loaded while the product runs
         warpgroup.wait_group(0)
         self.pipes.v.consumer_release(v)
         v.advance()
         if const_expr(self.cfg.promote):
             self.f.acc_O.store(self.f.acc_O.load() + self.total.load())
-        self.scale_output(norm)
+        self.scale_output(norm, times, plus)
         if const_expr(not same_slots(self.problem)):
             cute.arch.barrier(barrier_id=OUTPUT_BARRIER + self.f.wg, number_of_threads=128)
         if const_expr(self.x.rounding is not None):
@@ -246,44 +301,46 @@ class Fp8Consumer(Consumer):
             lse[r] = lse[r] if lse[r] == -Float32.inf else shifted
 
     @cute.jit
-    def scale_output(self, norm: cute.Tensor):
+    def of_channels(self):
+        """V's scales and V's shift of this thread's columns: one number where all share it, none
+        where there is no shift."""
+        scales, first = self.x.scales, acc_as_rows(self.f.cS)[0, 0][1]
+        found = []
+        for given, values in (
+            (self.problem.channels, scales.v),
+            (self.problem.v_shift, scales.v_shift),
+        ):
+            of_head = values[None, self.at[0], self.at[1]]
+            count = self.problem.tile_dim_v // 4 if const_expr(given) else 1
+            x = cute.make_rmem_tensor(count, Float32)
+            if const_expr(given):
+                x.fill(0.0)
+                for c in cutlass.range_constexpr(0, count, 2):
+                    if first + 4 * c < of_head.shape[0]:  # head dims are multiples of 16
+                        pair = cute.make_tensor(x.iterator + c, cute.make_layout(2))
+                        cute.autovec_copy(pair_at(of_head, first + 4 * c), pair)
+            else:
+                x[0] = of_head[0]
+            found.append(x)
+        return found[0], found[1]
+
+    @cute.jit
+    def scale_output(self, norm: cute.Tensor, times: cute.Tensor, plus: cute.Tensor):
         """O / l, times V's scale and plus V's shift; 0 for a row that has seen no key."""
-        O, scales = acc_as_rows(self.f.acc_O), self.x.scales
-        scale = scales.v[None, self.at[0], self.at[1]]
-        shift = scales.v_shift[None, self.at[0], self.at[1]]
+        O = acc_as_rows(self.f.acc_O)
         if const_expr(not self.problem.channels):
             for r in cutlass.range_constexpr(2):
-                norm[r] = norm[r] * scale[0]
+                norm[r] = norm[r] * times[0]
         if const_expr(self.problem.channels or self.problem.v_shift):
-            first = acc_as_rows(self.f.cS)[0, 0][1]
-            for c in cutlass.range_constexpr(0, cute.size(O, mode=[1]), 2):
-                times = channel_pair(scale, first, c, 1.0, self.problem.channels)
-                plus = channel_pair(shift, first, c, 0.0, self.problem.v_shift)
-                for r in cutlass.range_constexpr(2):
-                    seen = norm[r] != 0.0
-                    for i in cutlass.range_constexpr(2):
-                        value = O[r, c + i] * (norm[r] * times[i]) + plus[i]
-                        O[r, c + i] = value if seen else Float32(0.0)
+            for r in cutlass.range_constexpr(2):
+                seen = norm[r] != 0.0
+                for c in cutlass.range_constexpr(cute.size(O, mode=[1])):
+                    factor = norm[r] * times[c] if const_expr(self.problem.channels) else norm[r]
+                    shift = plus[c] if const_expr(self.problem.v_shift) else Float32(0.0)
+                    value = O[r, c] * factor + shift
+                    O[r, c] = value if seen else Float32(0.0)
         else:
             epilogue.normalise(self.f.acc_O, norm)
-
-
-@cute.jit
-def channel_pair(
-    values: cute.Tensor,
-    first: Int32,
-    c: cutlass.Constexpr[int],
-    default: cutlass.Constexpr[float],
-    given: cutlass.Constexpr[bool],
-):
-    """values of the two channels that a thread's columns c and c + 1 are; head dims are multiples
-    of 16, so that both are there or neither."""
-    pair = cute.make_rmem_tensor(2, Float32)
-    pair.fill(default)
-    if const_expr(given):
-        if 4 * c < values.shape[0]:
-            cute.autovec_copy(pair_at(values, first + 4 * c), pair)
-    return pair
 
 
 def same_slots(problem) -> bool:

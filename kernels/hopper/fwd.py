@@ -114,7 +114,7 @@ class ForwardSm90:
         shared = cutlass.memory.SmemAllocator().allocate(
             storage.storage_struct(cfg, self.dtypes, x)
         )
-        smem = storage.smem_tensors(shared, self.dtypes, x)
+        smem = storage.smem_tensors(cfg, shared, self.dtypes, x)
         pipes = storage.make_pipelines(cfg, self.dtypes, shared, x)
         consumer_regs, producer_regs = cfg.registers
 

@@ -2,10 +2,10 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import pipeline
+from cutlass import const_expr, pipeline
 from cutlass.cute.nvgpu import cpasync
 
-from cute_attn.kernels.hopper import scheduler
+from cute_attn.kernels.hopper import fp8_factors, scheduler
 from cute_attn.kernels.hopper.operands import Inputs, Shape, Smem, Tile, TmaOperand
 
 
@@ -70,6 +70,8 @@ def load(cfg, problem, x: Inputs, smem: Smem, pipes, shape: Shape):
     index = cute.arch.block_idx()[0]
     tile = scheduler.tile_at(cfg, problem, shape, index)
     t = scheduler.publish(cfg, smem, pipes, tile, t)
+    if const_expr(x.scales is not None):
+        fp8_factors.prefetch(cfg, problem, x.scales, shape, tile)
     q, k = _begin(cfg, problem, x, smem, pipes, shape, tile, q, k)
     while tile.kv_end > 0:
         k, v = _blocks(cfg, problem, x, smem, pipes, shape, tile, k, v)
@@ -77,6 +79,9 @@ def load(cfg, problem, x: Inputs, smem: Smem, pipes, shape: Shape):
         index = scheduler.next_index(cfg, x.counter, index, tiles)
         following = scheduler.tile_at(cfg, problem, shape, index)
         t = scheduler.publish(cfg, smem, pipes, following, t)
+        if const_expr(x.scales is not None):
+            if following.kv_end > 0:
+                fp8_factors.prefetch(cfg, problem, x.scales, shape, following)
         _, _, (tVs, tVg) = _views(cfg, problem, x, smem, shape, tile)
         first = scheduler.kv_begin(cfg, shape, tile)
         v = _issue(x.v.atom, tVg[None, first], tVs, pipes.v, v)

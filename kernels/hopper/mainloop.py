@@ -246,6 +246,12 @@ class Consumer:
     @cute.jit
     def products(self, q, k, v, block: Int32):
         """S of one block issued, then O += P V of the block before it; S is there on return."""
+        acc_S = self.issue_products(q, k, v, block)
+        self.await_scores()
+        return acc_S, self.release_k(k)
+
+    @cute.jit
+    def issue_products(self, q, k, v, block: Int32) -> cute.Tensor:
         acc_S = self.scores()
         self.pipes.k.consumer_wait(k)
         self.take_token()
@@ -254,10 +260,17 @@ class Consumer:
         self.pipes.v.consumer_wait(v)
         self.issue_pv(v)
         self.pass_token()
+        return acc_S
+
+    @cute.jit
+    def await_scores(self):
         warpgroup.wait_group(1 if self.cfg.overlap else 0)
+
+    @cute.jit
+    def release_k(self, k):
         self.pipes.k.consumer_release(k)
         k.advance()
-        return acc_S, k
+        return k
 
     @cute.jit
     def beside_scores(self, block: Int32):

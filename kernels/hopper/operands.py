@@ -77,6 +77,7 @@ class Smem(NamedTuple):
     v: cute.Tensor  # (tile_n, head_dim_v, stages)
     o: cute.Tensor  # (64, head_dim_v, slots), in the same slots as q
     tickets: cute.Tensor  # (5, 2) coordinates of tiles, from the loader to everybody else
+    rows: cute.Tensor | None = None  # (tile_m,) fp32: factors of FP8 queries
 
 
 class Shape(NamedTuple):

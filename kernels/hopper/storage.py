@@ -26,6 +26,13 @@ def tile_layout(dtype, shape, stages, stage_elements=0, columns=0):
     return cute.make_composed_layout(layout.inner, layout.offset, outer)
 
 
+def row_factors(cfg, x: Inputs) -> int:
+    """Factors of FP8 queries that lie here."""
+    if x.scales is None or not cfg.few_registers(cute.size(x.o.layout, mode=[1])):
+        return 0
+    return cfg.tile_m
+
+
 def storage_struct(cfg, dtypes: Dtypes, x: Inputs):
     def tile(dtype, elements):
         return cute.struct.Align[cute.struct.MemRange[dtype, elements], 1024]
@@ -34,6 +41,7 @@ def storage_struct(cfg, dtypes: Dtypes, x: Inputs):
         return cute.struct.MemRange[cutlass.Int64, 2 * stages]
 
     o_elements = cute.cosize(x.o.layout) * dtypes.o.width // dtypes.q.width
+    floats = row_factors(cfg, x)
 
     @cute.struct
     class Storage:
@@ -43,6 +51,7 @@ def storage_struct(cfg, dtypes: Dtypes, x: Inputs):
         o_full: ring(cfg.q_ring)
         ticket_full: ring(2)
         tickets: cute.struct.MemRange[cutlass.Int32, 10]
+        rows: cute.struct.MemRange[cutlass.Float32, floats]
         q: tile(dtypes.q, max(cute.cosize(x.q.layout), o_elements))
         k: tile(dtypes.k, cute.cosize(x.k.layout))
         v: tile(dtypes.v, cute.cosize(x.v.layout))
@@ -95,7 +104,7 @@ def make_pipelines(cfg, dtypes: Dtypes, storage, x: Inputs) -> Pipelines:
     return pipes
 
 
-def smem_tensors(storage, dtypes: Dtypes, x: Inputs) -> Smem:
+def smem_tensors(cfg, storage, dtypes: Dtypes, x: Inputs) -> Smem:
     def view(field, layout, dtype=None):
         return field.get_tensor(layout.outer, swizzle=layout.inner, dtype=dtype)
 
@@ -105,4 +114,5 @@ def smem_tensors(storage, dtypes: Dtypes, x: Inputs) -> Smem:
         v=view(storage.v, x.v.layout),
         o=view(storage.q, x.o.layout, dtypes.o),
         tickets=storage.tickets.get_tensor(cute.make_layout((5, 2))),
+        rows=storage.rows.get_tensor(cute.make_layout(cfg.tile_m)) if row_factors(cfg, x) else None,
     )
