@@ -6,7 +6,7 @@ from cute_attn.config import Fp8Config
 from cute_attn.problem import Fp8Problem
 
 # (largest head_dim, largest head_dim_v, config when not causal, config when causal): the first row
-# that holds both serves. Blocks of 128 or 64 keys, because 128 share a factor of K by default.
+# that holds both serves. Blocks of 128 keys, because those share a factor of K by default.
 Rows = tuple[tuple[int, int, Fp8Config, Fp8Config], ...]
 
 
@@ -17,7 +17,7 @@ def _late(tile_m: int, tile_n: int, **knobs: Any) -> Fp8Config:
 FORWARD: Rows = (
     (64, 64, _late(192, 128, kv_stages=4), _late(192, 128, kv_stages=4)),
     (96, 96, Fp8Config(192, 128), Fp8Config(192, 128)),
-    (128, 128, _late(192, 64, kv_stages=4), _late(192, 64, kv_stages=4)),
+    (128, 128, _late(128, 128, kv_stages=3), _late(128, 128, kv_stages=3)),
     (256, 128, Fp8Config(128, 128), Fp8Config(128, 128)),
     (256, 256, _late(128, 128, q_slots=2), Fp8Config(128, 128, q_slots=2)),
 )
@@ -40,7 +40,7 @@ FORWARD_HP: Rows = (
     (128, 128, _late(128, 128), _late(128, 128)),
     (256, 128, Fp8Config(128, 128), Fp8Config(128, 128)),
     (256, 192, Fp8Config(128, 128, q_slots=2), Fp8Config(128, 128, q_slots=2)),
-    (256, 256, Fp8Config(128, 64, q_slots=2), Fp8Config(128, 64, q_slots=2)),
+    (256, 256, _late(128, 64, q_slots=2), _late(128, 64, q_slots=2)),
 )
 
 

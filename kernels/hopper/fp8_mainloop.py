@@ -46,6 +46,12 @@ class Fp8Consumer(Consumer):
         return self.cfg.few_registers(self.problem.tile_dim_v)
 
     @property
+    def room_for_columns(self) -> bool:
+        """Whether S's registers hold V's factors until the last product is there."""
+        p = self.problem
+        return p.tile_dim_v <= 128 or (self.few_registers and not p.channels and p.dtype != "e4m3")
+
+    @property
     def qk_steps(self) -> int:
         return self.problem.tile_dim // STEP_8
 
@@ -256,6 +262,8 @@ class Fp8Consumer(Consumer):
     def afresh(self) -> "Fp8Consumer":
         """Of a thread index that the compiler takes for another: what it makes of the first would
         wait in registers all the way."""
+        if not self.few_registers:
+            return self
         tidx = moved(cute.arch.thread_idx()[0]) % 128
         keys = cute.make_identity_tensor((64, self.cfg.tile_n))
         cS = self.f.mmas.qk.get_slice(tidx).partition_C(keys)
@@ -313,13 +321,13 @@ class Fp8Consumer(Consumer):
             of_head = values[None, self.at[0], self.at[1]]
             count = self.problem.tile_dim_v // 4 if const_expr(given) else 1
             x = cute.make_rmem_tensor(count, Float32)
-            if const_expr(given):
+            if const_expr(given and self.room_for_columns):
                 x.fill(0.0)
                 for c in cutlass.range_constexpr(0, count, 2):
                     if first + 4 * c < of_head.shape[0]:  # head dims are multiples of 16
                         pair = cute.make_tensor(x.iterator + c, cute.make_layout(2))
                         cute.autovec_copy(pair_at(of_head, first + 4 * c), pair)
-            else:
+            elif const_expr(not given):
                 x[0] = of_head[0]
             found.append(x)
         return found[0], found[1]
@@ -331,7 +339,9 @@ class Fp8Consumer(Consumer):
         if const_expr(not self.problem.channels):
             for r in cutlass.range_constexpr(2):
                 norm[r] = norm[r] * times[0]
-        if const_expr(self.problem.channels or self.problem.v_shift):
+        if const_expr(not (self.problem.channels or self.problem.v_shift)):
+            epilogue.normalise(self.f.acc_O, norm)
+        elif const_expr(self.room_for_columns):
             for r in cutlass.range_constexpr(2):
                 seen = norm[r] != 0.0
                 for c in cutlass.range_constexpr(cute.size(O, mode=[1])):
@@ -340,7 +350,39 @@ class Fp8Consumer(Consumer):
                     value = O[r, c] * factor + shift
                     O[r, c] = value if seen else Float32(0.0)
         else:
-            epilogue.normalise(self.f.acc_O, norm)
+            self.scale_by_pairs(O, norm)
+
+    @cute.jit
+    def scale_by_pairs(self, O: cute.Tensor, norm: cute.Tensor):
+        scales, first = self.x.scales, acc_as_rows(self.f.cS)[0, 0][1]
+        scale = scales.v[None, self.at[0], self.at[1]]
+        shift = scales.v_shift[None, self.at[0], self.at[1]]
+        for c in cutlass.range_constexpr(0, cute.size(O, mode=[1]), 2):
+            times = channel_pair(scale, first, c, 1.0, self.problem.channels)
+            plus = channel_pair(shift, first, c, 0.0, self.problem.v_shift)
+            for r in cutlass.range_constexpr(2):
+                seen = norm[r] != 0.0
+                for i in cutlass.range_constexpr(2):
+                    value = O[r, c + i] * (norm[r] * times[i]) + plus[i]
+                    O[r, c + i] = value if seen else Float32(0.0)
+
+
+@cute.jit
+def channel_pair(
+    values: cute.Tensor,
+    first: Int32,
+    c: cutlass.Constexpr[int],
+    default: cutlass.Constexpr[float],
+    given: cutlass.Constexpr[bool],
+):
+    """values of the two channels that a thread's columns c and c + 1 are; head dims are multiples
+    of 16, so that both are there or neither."""
+    pair = cute.make_rmem_tensor(2, Float32)
+    pair.fill(default)
+    if const_expr(given):
+        if 4 * c < values.shape[0]:
+            cute.autovec_copy(pair_at(values, first + 4 * c), pair)
+    return pair
 
 
 def same_slots(problem) -> bool:
