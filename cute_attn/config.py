@@ -161,7 +161,9 @@ class Fp8Config(FwdConfig):
         weights = self.tile_n // (8 if problem.v_dtype == "e4m3" else 4)
         held = self.tile_n // 2 + weights + problem.tile_dim_v // 2
         if self.promote:  # and then there is no room for late weights beside the scores
-            held += problem.tile_dim_v // 2 + (0 if self.exact_max else self.tile_n // 4)
+            held += problem.tile_dim_v // 2
+            if not self.exact_max:  # in every block ptxas takes more
+                held += self.tile_n // 4 * (2 if self.promote == 1 else 1)
         return held
 
     def launches(self, problem: AnyProblem) -> tuple[AnyProblem, ...]:

@@ -26,7 +26,7 @@ PROMOTING = Fp8Config(128, 128, promote=4)
 LATE = replace(PROMOTING, exact_max=False)
 PROMOTED = [  # a second accumulator in what registers are left
     (replace(ALL, fine_k=False), replace(PROMOTING, kv_stages=3)),
-    (replace(BASE, causal=False), replace(LATE, tile_n=96, promote=1)),
+    (replace(BASE, causal=False), replace(LATE, tile_n=96, promote=2)),
     (Fp8Problem("bf16", 64, 64, True), replace(LATE, kv_stages=4, pingpong=False)),
     (Fp8Problem("bf16", 64, 64, True), replace(PROMOTING, tile_m=192, tile_n=96, promote=8)),
     (Fp8Problem("bf16", 96, 96, True), LATE),

@@ -6,9 +6,9 @@
 O = O v_descale / l + v_shift;  LSE = ln2 (m + log2 l - 8) + softmax_scale q_dot_k_shift
 
 With exact_max the maximum of a row is taken in every block; O is multiplied only where it moved.
-Without, and with P in e4m3, 5 takes the 8's place, and a block that every row sees whole is weighed
-against the maximum of those before it; a warp that finds a sum too large for e4m3 weighs again. A
-NaN in V reaches every row of a 64-row tile that reads its block, also those the mask hides it from.
+Without, 5 takes the 8's place, and a block that every row sees whole is weighed against the maximum
+of those before it; a warp that finds a sum too large for P's type weighs again. A NaN in V reaches
+every row of a 64-row tile that reads its block, also those the mask hides it from.
 
 The tensor core drops of every term what lies some 2^13 below the sum that it is added to: a sum of
 many terms alike stops growing. With `promote` the sum in it is of a few blocks, O of fp32 ones.
@@ -49,6 +49,8 @@ class Fp8Consumer(Consumer):
     def room_for_columns(self) -> bool:
         """Whether S's registers hold V's factors until the last product is there."""
         p = self.problem
+        if self.cfg.promote:
+            return False
         return p.tile_dim_v <= 128 or (self.few_registers and not p.channels and p.dtype != "e4m3")
 
     @property
@@ -62,8 +64,11 @@ class Fp8Consumer(Consumer):
     @cute.jit
     def scored(self, q, k, v, block: Int32):
         """products, and the factors of the block's keys, loaded while they run."""
+        if const_expr(self.cfg.promote):
+            factors = self.factors(block)
         acc_S = self.issue_products(q, k, v, block)
-        factors = self.factors(block)
+        if const_expr(not self.cfg.promote):
+            factors = self.factors(block)
         if const_expr(self.few_registers):
             C = acc_as_rows(self.afresh().f.cS)
             for r in cutlass.range_constexpr(2):  # each thread has written what it reads
