@@ -329,9 +329,9 @@ def test_error_is_at_most_that_of_torch(device, causal, dtype, dim, kind):
     """Against fp64, in the 2-norm, times 1.1; torch's kernel is FlashAttention-2 on CUDA and its
     like on the CPU, and rounds P and dS as kernels do.
 
-    Missed on x30 up to head dim 128 (dv: 4.4 in fp16 at 128, 3.0 at 64), and shown as xfailed:
-    scores of thousands, of which fp32 keeps 7 digits. There S starts from -LSE, so its sums round
-    otherwise than those that gave LSE.
+    Missed on x30 up to head dim 128, and shown as xfailed, or failed where dv is off by more than 4
+    times torch's (fp16 at 128: 4.4): scores of thousands, of which fp32 keeps 7 digits. There S
+    starts from -LSE, so its sums round otherwise than those that gave LSE.
     """
     batch, seqlen, heads = (4, 1024, 8) if device == "cuda" else (1, 256, 4)
     q, k, v = qkv(batch, seqlen, seqlen, heads, dim, dtype=dtype, device=device, kind=kind)
@@ -344,7 +344,7 @@ def test_error_is_at_most_that_of_torch(device, causal, dtype, dim, kind):
     ratios, may_miss = {}, kind == "x30" and device == "cuda" and dim <= 128
     for name, g, t, w in zip(("dq", "dk", "dv"), got, torchs, want):
         ratios[name] = ((g.double() - w).norm() / (t.double() - w).norm()).item()
-        assert ratios[name] <= (5.0 if may_miss else 1.1), name
+        assert ratios[name] <= (4.0 if may_miss else 1.1), name
     print(f"errors over torch's {ratios}")
     if max(ratios.values()) > 1.1:
         pytest.xfail(f"missed: errors over torch's {ratios}")

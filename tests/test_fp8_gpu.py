@@ -113,11 +113,9 @@ def compare(pack, causal, scale=None, dtype=BF16, config=None):
     cpu, _ = attention_fp8(pack, causal=causal, softmax_scale=number, out_dtype=dtype)
     size = want.norm().clamp(min=1e-30)
     error, others = ((x.double() - want).norm() / size for x in (out, cpu))
-    # Weights taken before the maximum are e4m3 at another offset, where the largest is not a number
-    # of e4m3. Emulated at 320 keys, that costs 10 % with scores of standard deviation 1, 31 % of 2.
-    chosen = config or cute_attn.explain(moved(pack), causal=causal, softmax_scale=scale).config
-    times = 1.15 if chosen.exact_max else 1.35
-    assert error <= times * others + (1e-3 if top.max() < LARGE else 2e-3), (error, others)
+    # 1.15: weights taken before the maximum are e4m3 at another offset. Emulated, that costs up to
+    # 11 % at about 500 keys of N(0,1) scores.
+    assert error <= 1.15 * others + (1e-3 if top.max() < LARGE else 2e-3), (error, others)
     assert torch.equal(torch.isneginf(lse), torch.isneginf(want_lse))
     seen = ~torch.isneginf(lse)
     assert ((lse - want_lse)[seen].abs() <= (LSE + LSE_OF_SCORES * top)[seen]).all()

@@ -47,7 +47,7 @@ def kept(x: Int64) -> Int64:
     return Int64(llvm.inline_asm(T.i64(), values, "mov.b64 $0, $1;", "=l,l", has_side_effects=True))
 
 
-def moved(x: Int32) -> Int32:
+def copied(x: Int32) -> Int32:
     """A copy made where it stands."""
     asm, values = "mov.b32 $0, $1;", [Int32(x).ir_value()]
     return Int32(llvm.inline_asm(T.i32(), values, asm, "=r,r", has_side_effects=True))

@@ -21,7 +21,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
-from cute_attn.kernels.common.bits import any_of_threads, kept, moved, word_of
+from cute_attn.kernels.common.bits import any_of_threads, copied, kept, word_of
 from cute_attn.kernels.common.layout import acc_as_operand_a, acc_as_rows
 from cute_attn.kernels.common.mask import keys_seen, mask_scores
 from cute_attn.kernels.common.merge import pair_at
@@ -217,7 +217,7 @@ class Fp8Consumer(Consumer):
     def place(self, words: cute.Tensor):
         P = cute.recast_tensor(self.f.P, Int32)
         for i in cutlass.range_constexpr(cute.size(P)):
-            P[i] = moved(words[i])
+            P[i] = copied(words[i])
 
     @cute.jit
     def rescale(self):
@@ -269,7 +269,7 @@ class Fp8Consumer(Consumer):
         wait in registers all the way."""
         if not self.few_registers:
             return self
-        tidx = moved(cute.arch.thread_idx()[0]) % 128
+        tidx = copied(cute.arch.thread_idx()[0]) % 128
         keys = cute.make_identity_tensor((64, self.cfg.tile_n))
         cS = self.f.mmas.qk.get_slice(tidx).partition_C(keys)
         return replace(self, f=self.f._replace(tidx=tidx, cS=cS))
