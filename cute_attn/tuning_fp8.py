@@ -1,5 +1,6 @@
 """Which configuration serves which FP8 problem. Imports no torch and no cutlass."""
 
+from dataclasses import replace
 from typing import Any
 
 from cute_attn.config import Fp8Config
@@ -59,5 +60,12 @@ def _first(problem: Fp8Problem, raw: bool) -> Fp8Config:
     table = FORWARD_RAW if raw else FORWARD if problem.v_dtype == "e4m3" else FORWARD_HP
     for head_dim, head_dim_v, full, causal in table:
         if problem.head_dim <= head_dim and problem.head_dim_v <= head_dim_v:
-            return causal if problem.causal else full
+            return for_output(problem, causal if problem.causal else full)
     raise AssertionError(f"no row serves {problem}")
+
+
+def for_output(problem: Fp8Problem, config: Fp8Config) -> Fp8Config:
+    """The row's config, or with O in e4m3 one that leaves registers for its rounding."""
+    if problem.dtype == "e4m3" and config.few_registers(problem.tile_dim_v):
+        return replace(config, exact_max=True)
+    return config

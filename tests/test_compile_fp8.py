@@ -43,21 +43,20 @@ KNOBS = [
 ]
 CLASSES = [
     (problem, tuning_fp8.pick(problem))
-    for v_dtype, step in (("e4m3", 32), ("fp16", 64))
-    for d in range(step, MAX_HEAD_DIM + 1, step)
+    for v_dtype in ("e4m3", "fp16")
+    for d in range(32, MAX_HEAD_DIM + 1, 32)
     for dv in (16, d)
     for problem in [Fp8Problem("bf16", d, dv, True, v_dtype=v_dtype, v_shift=True)]
 ]
 ROUNDED = [  # O in e4m3, by every row of the tables
-    (replace(p, dtype="e4m3", fine_k=fine, channels=fine), c)
-    for i, (p, c) in enumerate(TABLE)
-    for fine in [p.causal]
-    if fine == i // 2 % 2  # one mask each
+    (rounded, tuning_fp8.for_output(rounded, c))
+    for p, c in TABLE
+    for rounded in [replace(p, dtype="e4m3", fine_k=p.causal, channels=p.causal)]
 ] + [(Fp8Problem("e4m3", 16, 16, v_shift=True), tuning_fp8.pick(Fp8Problem("e4m3", 16, 16)))]
 RAW = {  # whatever the head dims, with all that a call may add
     (part.static(), config)
-    for d in (64, 128, 256)
-    for dv in (64, 96, 128, 256)
+    for d in (16, 64, 80, 96, 128, 144, 256)
+    for dv in (16, 64, 96, 128, 240, 256)
     for p in [replace(ALL, head_dim=d, head_dim_v=dv, v_shift=False, seqlen_k=1 << 20)]
     for config in [tuning_fp8.pick(p)]
     for part in config.launches(p)

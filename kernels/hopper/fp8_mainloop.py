@@ -51,7 +51,9 @@ class Fp8Consumer(Consumer):
         p = self.problem
         if self.cfg.promote:
             return False
-        return p.tile_dim_v <= 128 or (self.few_registers and not p.channels and p.dtype != "e4m3")
+        of_scores = self.cfg.tile_n // 2
+        shift_fits = not p.channels and p.tile_dim_v // 4 <= of_scores and p.dtype != "e4m3"
+        return p.tile_dim_v <= 128 or (self.few_registers and shift_fits)
 
     @property
     def qk_steps(self) -> int:
@@ -63,11 +65,13 @@ class Fp8Consumer(Consumer):
 
     @cute.jit
     def scored(self, q, k, v, block: Int32):
-        """products, and the factors of the block's keys, loaded while they run."""
-        if const_expr(self.cfg.promote):
+        """products, and the factors of the block's keys, loaded while they run, or before where
+        registers are scarce: ptxas spills a few otherwise."""
+        early = self.cfg.promote or self.problem.fine_k
+        if const_expr(early):
             factors = self.factors(block)
         acc_S = self.issue_products(q, k, v, block)
-        if const_expr(not self.cfg.promote):
+        if const_expr(not early):
             factors = self.factors(block)
         if const_expr(self.few_registers):
             C = acc_as_rows(self.afresh().f.cS)
