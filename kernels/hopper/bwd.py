@@ -115,7 +115,7 @@ class Layout:
 
     @property
     def folded(self) -> bool:
-        """Whether S and dP start from statistics by a product, else they are added."""
+        """Whether statistics come to S and dP by a product, else they are added in registers."""
         return True
 
     @property

@@ -6,8 +6,8 @@ for every head of the group, every block i of queries:
     dS^T = P^T * (dP^T - delta_i)
     dV  += P^T dO_i,  dQ_(i-1) += dS_(i-1) K,  dK += dS^T Q_i
 then dQ of the last block, and the tile's dK and dV leave through the memory of dS.
-dK, dV (and dQ at the end) are multiplied with what softmax_scale leaves to do. Accumulators of S^T
-and dP^T start from -LSE_i / scale and -delta_i.
+dK, dV (and dQ at the end) are multiplied with what softmax_scale leaves to do. The last product of
+S^T and dP^T adds -LSE_i / scale and -delta_i.
 
 Scores are computed transposed, so that P and dS are operands of dV and dK where they are, in
 registers; dQ alone needs dS of both warpgroups, through shared memory.
@@ -24,7 +24,7 @@ from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 from cute_attn.kernels.common.layout import acc_as_operand_a, acc_as_rows
 from cute_attn.kernels.hopper import bwd_rows, bwd_tickets, bwd_turns
 from cute_attn.kernels.hopper.bwd_operands import Inputs, Mmas, Shape, Smem, Tile
-from cute_attn.kernels.hopper.gemm import STEP, gemm
+from cute_attn.kernels.hopper.gemm import STEP, gemm, issue
 from cute_attn.kernels.hopper.operands import TmaOperand
 
 OF_S, OF_DP = 0, 1  # statistics
@@ -214,7 +214,7 @@ class Consumer:
 
     @cute.jit
     def differentiate(self, acc_P: cute.Tensor, acc_dP: cute.Tensor):
-        """dS = P * (dP - delta), in dP's place, which has begun from -delta."""
+        """dS = P * (dP - delta), in dP's place, which holds dP - delta."""
         for i in cutlass.range_constexpr(cute.size(acc_P)):
             acc_dP[i] = acc_P[i] * acc_dP[i]
 
@@ -261,30 +261,29 @@ class Consumer:
             bwd_turns.end_turn(self.f.wg)
 
     @cute.jit
-    def begin(self, acc: cute.Tensor, which: cutlass.Constexpr[int], at):
-        """An accumulator of 64 keys starts from a statistic of each query. As a product: loads from
-        shared memory, sixteen of a thread or more, are long in coming beside others' products."""
-        atom = cute.make_mma_atom(self.mmas.statistics.op)
-        if const_expr(which == OF_S):  # else the assembler lacks registers, and serialises products
-            acc.fill(0.0)
-        atom.set(warpgroup.Field.ACCUMULATE, which == OF_S)
+    def products(self, acc: cute.Tensor, A, B, width: int, which: cutlass.Constexpr[int], at):
+        """S or dP of 64 keys as a group of products, and a statistic of each query as the last one:
+        loads from shared memory, sixteen of a thread or more, are long in coming beside others'
+        products. Last, since tensor cores cut off what an addend has below 24 bits or so of the
+        largest: begun from an LSE in the thousands, S would not be the sum that gave that LSE."""
+        mma, stage = self.mmas.statistics, self.f.rStatistics[None, None, None, at.index]
         warpgroup.fence()
-        A, B = self.f.rOnes[None, None, 0, which], self.f.rStatistics[None, None, 0, at.index]
-        cute.gemm(atom, acc, A, B, acc)
+        issue(self.mmas.scores, acc, A, B, width // STEP, zero=which == OF_DP)
+        issue(mma, acc, self.f.rOnes[None, None, None, which], stage, 1, zero=False)
+        warpgroup.commit_group()
 
     @cute.jit
     def issue_scores(self, acc_S: cute.Tensor, at):
         self.pipes.q.consumer_wait(at)
-        self.begin(acc_S, OF_S, at)
+        acc_S.fill(0.0)  # else the assembler lacks registers, and serialises products
         Q = self.f.rQ[None, None, None, at.index]
-        gemm(self.mmas.scores, acc_S, self.f.rK, Q, self.cfg.width // STEP, zero=False)
+        self.products(acc_S, self.f.rK, Q, self.cfg.width, OF_S, at)
 
     @cute.jit
     def issue_dp(self, acc_dP: cute.Tensor, at):
-        self.begin(acc_dP, OF_DP, at)
         self.pipes.do.consumer_wait(at)
         dO = self.f.rdO[None, None, None, at.index]
-        gemm(self.mmas.scores, acc_dP, self.f.rV, dO, self.cfg.width_v // STEP, zero=False)
+        self.products(acc_dP, self.f.rV, dO, self.cfg.width_v, OF_DP, at)
 
     @cute.jit
     def gradients(self, now, written, tile: Tile, m: Int32) -> cute.Tensor:

@@ -13,7 +13,7 @@ class Mmas(NamedTuple):
     dv: cute.TiledMma  # dV += P^T dO, P in registers
     dk: cute.TiledMma  # dK += dS^T Q, dS in registers
     dq: cute.TiledMma  # dQ = dS K, both from shared memory
-    statistics: cute.TiledMma | None  # ones times statistics, from which S and dP start; bf16
+    statistics: cute.TiledMma | None  # ones times statistics, which S and dP end with; bf16
 
 
 class Inputs(NamedTuple):

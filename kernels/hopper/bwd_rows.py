@@ -47,8 +47,8 @@ class Rows(NamedTuple):
 
 @cute.kernel
 def row_statistics(cfg: cutlass.Constexpr, o, do, lse, dlse, words, dq, scale):
-    """For tile_m rows of one head, what S and dP start from: -LSE / scale, or what is added to
-    scaled S instead, -LSE in bits, so far off that P is 0 where the row sees no key or does not
+    """For tile_m rows of one head, what is added to S and dP: -LSE / scale, or to scaled S
+    -LSE in bits, so far off that P is 0 where the row sees no key or does not
     exist; -delta = dLSE - rowsum(dO * O) (FlashAttention-2,
     algorithm 2, line 4); dQ's accumulator = 0, and so are the counters of bwd_turns.py
     and bwd_tickets.py.
@@ -163,7 +163,7 @@ def split(x: Float32):
 
 @cute.jit
 def store_statistics(cfg, to: cute.Tensor, row: Int32, of_S: Float32, of_dP: Float32):
-    """Where a product starts from them, as 16 bytes of an operand."""
+    """Where a product adds them, as 16 bytes of an operand."""
     if const_expr(cfg.folded):
         mine = cute.make_rmem_tensor(VECTOR, BFloat16)
         mine.fill(0.0)

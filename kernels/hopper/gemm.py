@@ -34,6 +34,24 @@ def make_mmas_fp8(cfg, problem, dtypes) -> Mmas:
 
 
 @cute.jit
+def issue(
+    mma: cute.TiledMma,
+    acc: cute.Tensor,
+    A: cute.Tensor,
+    B: cute.Tensor,
+    steps: cutlass.Constexpr[int],
+    zero: cutlass.Constexpr[bool],
+):
+    """acc (+)= A B^T over so many steps of the inner dimension, as part of a group: the caller
+    fences before its first product and commits after its last."""
+    atom = cute.make_mma_atom(mma.op)
+    atom.set(warpgroup.Field.ACCUMULATE, not zero)
+    for k in cutlass.range_constexpr(steps):
+        cute.gemm(atom, acc, A[None, None, k], B[None, None, k], acc)
+        atom.set(warpgroup.Field.ACCUMULATE, True)
+
+
+@cute.jit
 def gemm(
     mma: cute.TiledMma,
     acc: cute.Tensor,
@@ -42,11 +60,7 @@ def gemm(
     steps: cutlass.Constexpr[int],
     zero: cutlass.Constexpr[bool],
 ):
-    """Issue acc (+)= A B^T over so many steps of the inner dimension; the caller waits."""
-    atom = cute.make_mma_atom(mma.op)
-    atom.set(warpgroup.Field.ACCUMULATE, not zero)
+    """Issue acc (+)= A B^T as a group of its own; the caller waits."""
     warpgroup.fence()
-    for k in cutlass.range_constexpr(steps):
-        cute.gemm(atom, acc, A[None, None, k], B[None, None, k], acc)
-        atom.set(warpgroup.Field.ACCUMULATE, True)
+    issue(mma, acc, A, B, steps, zero)
     warpgroup.commit_group()
