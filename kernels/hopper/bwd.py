@@ -181,7 +181,8 @@ class BackwardSm90:
         mmas = self.mmas()
         shape = self.shape(mQ, mK, dq.shape[1], sms)
         blocks = shape.m_blocks * mQ.shape[2] * mQ.shape[3]
-        bwd_rows.row_statistics(cfg, mO, mdO, mLSE, mdLSE, stats, dq, score_scale).launch(
+        scale_log2 = score_scale * LOG2_E
+        bwd_rows.row_statistics(cfg, mO, mdO, mLSE, mdLSE, stats, dq, scale_log2).launch(
             grid=(blocks * bwd_rows.statistics_ctas(cfg), 1, 1),
             block=(bwd_rows.THREADS, 1, 1),
             stream=stream,
@@ -195,7 +196,7 @@ class BackwardSm90:
         )
         tiles = shape.n_blocks * shape.heads
         grid = cutlass.min(tiles, sms) if const_expr(cfg.persistent) else tiles
-        self.kernel(x, mmas, shape, softmax_scale, score_scale * LOG2_E).launch(
+        self.kernel(x, mmas, shape, softmax_scale, scale_log2).launch(
             grid=(grid, 1, 1),
             block=(cfg.threads, 1, 1),
             stream=stream,

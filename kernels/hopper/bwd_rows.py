@@ -9,10 +9,12 @@ from cutlass import BFloat16, Float32, Int32, const_expr
 
 from cute_attn.config import TURN_WORDS
 from cute_attn.kernels.common import vectors
+from cute_attn.kernels.common.bits import fma, magnitude
 from cute_attn.kernels.hopper.fwd import LOG2_E
 
 PARTS = 3  # bf16 numbers that hold the 24 bits of a fp32 one
 FAR = 2.0**120
+LOG2_E_REST = 1.9259629911e-08  # what LOG2_E has beyond 24 bits
 WARPS = 8
 THREADS = 32 * WARPS
 VECTOR = 8  # elements of 16 bits that a thread reads or writes at a time
@@ -46,12 +48,11 @@ class Rows(NamedTuple):
 
 
 @cute.kernel
-def row_statistics(cfg: cutlass.Constexpr, o, do, lse, dlse, words, dq, scale):
-    """For tile_m rows of one head, what is added to S and dP: -LSE / scale, or to scaled S
-    -LSE in bits, so far off that P is 0 where the row sees no key or does not
-    exist; -delta = dLSE - rowsum(dO * O) (FlashAttention-2,
-    algorithm 2, line 4); dQ's accumulator = 0, and so are the counters of bwd_turns.py
-    and bwd_tickets.py.
+def row_statistics(cfg: cutlass.Constexpr, o, do, lse, dlse, words, dq, scale_log2):
+    """For tile_m rows of one head, what is added to S, or to S in bits: -LSE, so far off that P is
+    0 where the row sees no key or does not exist; and to dP: -delta = dLSE - rowsum(dO * O)
+    (FlashAttention-2, algorithm 2, line 4). dQ's accumulator = 0, and so are the counters of
+    bwd_turns.py and bwd_tickets.py.
 
     o, do (seqlen_q, head_dim_v, head, batch); lse, dlse (seqlen_q, head, batch)."""
     cute.arch.griddepcontrol_launch_dependents()
@@ -67,7 +68,7 @@ def row_statistics(cfg: cutlass.Constexpr, o, do, lse, dlse, words, dq, scale):
         no_turns(cfg, x.words[None, block])
     if const_expr(cfg.persistent):
         no_tickets(cfg, words)
-    statistics(cfg, x, block * statistics_ctas(cfg) + of_block, zeros, scale)
+    statistics(cfg, x, block * statistics_ctas(cfg) + of_block, zeros, scale_log2)
 
 
 def lanes_of_row(cfg) -> int:
@@ -86,7 +87,7 @@ def statistics_ctas(cfg) -> int:
 
 
 @cute.jit
-def statistics(cfg, x: Rows, cta: Int32, zeros: cute.Tensor, scale: Float32):
+def statistics(cfg, x: Rows, cta: Int32, zeros: cute.Tensor, scale_log2: Float32):
     """The lanes of a row add up together, n rows after one another; then each of the first n lanes
     has a row of its own. What is outside is read inside, and not used."""
     n, lanes, end = rows_of_thread(cfg), lanes_of_row(cfg), x.o.shape[0]
@@ -111,7 +112,7 @@ def statistics(cfg, x: Rows, cta: Int32, zeros: cute.Tensor, scale: Float32):
         of_row, mine = Float32.inf, Float32(0.0)
     if lane < n:
         block, row = my_row // cfg.tile_m, my_row % cfg.tile_m
-        of_S = -of_row / scale if const_expr(cfg.folded) else -of_row * LOG2_E
+        of_S = -score(of_row, scale_log2) if const_expr(cfg.folded) else -of_row * LOG2_E
         store_statistics(cfg, x.words[None, block], row, of_S, mine)
 
 
@@ -145,6 +146,18 @@ def fill_with_zeros(x: cute.Tensor):
     zero.fill(0.0)
     for i in range(cute.size(x) // (4 * THREADS)):
         cute.autovec_copy(zero, four_at(x, 4 * (i * THREADS + cute.arch.thread_idx()[0])))
+
+
+@cute.jit
+def score(lse: Float32, scale_log2: Float32) -> Float32:
+    """The S of a key that is all its row sees: lse in bits / scale_log2, rounded once. The forward
+    has multiplied S with the same scale_log2, which is some 2^-25 off from scale in bits: in a row
+    with one large score P is closer to 1 than S in the thousands is to its neighbours."""
+    bits = lse * LOG2_E
+    x = bits / scale_log2
+    rest = fma(lse, LOG2_E, -bits) + lse * LOG2_E_REST + fma(-x, scale_log2, bits)
+    exact = magnitude(x) < FAR  # and nothing is infinite
+    return x + rest * cute.arch.rcp_approx(scale_log2) if exact else x
 
 
 @cute.jit
