@@ -8,7 +8,7 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, const_expr
 
 from cute_attn.kernels.common.mask import first_full_block, keys_seen, kv_block_end
-from cute_attn.kernels.hopper import bwd, bwd_mainloop, bwd_tickets
+from cute_attn.kernels.hopper import bwd, bwd_mainloop, bwd_tickets, bwd_walk
 from cute_attn.kernels.hopper.bwd_operands import Smem
 from cute_attn.kernels.hopper.bwd_rows import store_statistics
 from cute_attn.kernels.hopper.bwd_turns import last_block
@@ -72,6 +72,38 @@ class BackwardArithmetic:
             last[0, m] = last_block(self.cfg, self.problem.causal, shape, Int32(m))
 
 
+class Walk:
+    def __init__(self, problem, config):
+        self.kernel = bwd.kernel_of(problem, config)
+        self.problem, self.cfg = self.kernel.problem, self.kernel.cfg
+
+    @cute.jit
+    def __call__(
+        self,
+        mQ: cute.Tensor,
+        mK: cute.Tensor,
+        tiles: cute.Tensor,
+        visits: cute.Tensor,
+        index: Int32,
+    ):
+        """tiles (1, 4): the one of this index. visits (blocks, 4): head and block, and those
+        before."""
+        mQ, mK = [
+            cute.make_tensor(t.iterator, cute.select(t.layout, mode=[1, 3, 2, 0])) for t in (mQ, mK)
+        ]
+        m_blocks = cute.ceil_div(mQ.shape[0], self.cfg.tile_m)
+        shape = self.kernel.shape(mQ, mK, m_blocks, Int32(8))
+        tile = bwd_tickets.tile_at(self.cfg, self.problem.causal, shape, index)
+        for j in cutlass.range_constexpr(4):
+            tiles[0, j] = tile[j]
+        head, m = bwd_walk.first(self.cfg, shape, tile)
+        for i in cutlass.range(bwd_walk.blocks_of(shape, tile)):
+            before = bwd_walk.before(self.cfg, shape, tile, head, m)
+            for j, x in enumerate((head, m, *before)):
+                visits[i, j] = x
+            head, m = bwd_walk.following(self.cfg, shape, tile, head, m)
+
+
 class Statistics:
     def __init__(self, problem, config):
         self.cfg = bwd.kernel_of(problem, config).cfg
@@ -130,6 +162,12 @@ def compile_backward_arithmetic(problem, config):
     """A function of torch CPU tensors (q, k, tiles, last)."""
     io = [tensor(t, rank) for t, rank in ((BFloat16, 4), (BFloat16, 4), (Int32, 2), (Int32, 2))]
     return cute.compile(BackwardArithmetic(problem, config), *io, options="--enable-tvm-ffi")
+
+
+def compile_walk(problem, config):
+    """A function of torch CPU tensors (q, k, tiles, visits), and an index."""
+    io = [tensor(t, rank) for t, rank in ((BFloat16, 4), (BFloat16, 4), (Int32, 2), (Int32, 2))]
+    return cute.compile(Walk(problem, config), *io, Int32(0), options="--enable-tvm-ffi")
 
 
 def compile_statistics(problem, config):

@@ -1,6 +1,7 @@
-"""Tile order, masks' block ranges, turns, the backward's statistics: the device functions
+"""Tile order, masks' block ranges, walks, turns, the backward's statistics: the device functions
 themselves, run on the CPU."""
 
+import itertools
 import math
 import random
 
@@ -13,6 +14,7 @@ from host_arithmetic import (  # noqa: E402
     compile_arithmetic,
     compile_backward_arithmetic,
     compile_statistics,
+    compile_walk,
 )
 
 from cute_attn.config import BwdConfig, FwdConfig  # noqa: E402
@@ -183,16 +185,43 @@ def test_every_part_of_dq_has_its_turn(dim, causal):
         assert len(set(map(tuple, tiles[:, :3].tolist()))) == len(tiles)
 
 
-def test_few_tiles_are_taken_longest_first():
-    """Of all heads, however little of them the L2 cache holds; where they are many, by heads."""
+def test_tiles_are_taken_longest_first():
+    """Of as many heads as the L2 cache holds, or as make two tiles or nearly so for each of the 8
+    multiprocessors."""
     function = compile_backward_arithmetic(Problem("bf16", 128, 128, True), BwdConfig())
-    for seqlen, heads, few in ((2048, 2, True), (8192, 8, False)):  # 32 and 512 tiles
-        q, k = sized(1, seqlen, 8 * heads, 128), sized(1, seqlen, heads, 128)
-        tiles = torch.zeros(seqlen // 128 * heads, 4, dtype=torch.int32)
+    shapes = [(1024, 8, 3, 3), (1024, 8, 6, 3), (2048, 8, 3, 1), (1024, 32, 6, 2), (512, 32, 8, 4)]
+    for seqlen, q_per_kv, heads, together in shapes:
+        q, k = sized(1, seqlen, q_per_kv * heads, 128), sized(1, seqlen, heads, 128)
+        n_blocks = seqlen // 128
+        tiles = torch.zeros(n_blocks * heads, 4, dtype=torch.int32)
         function(q, k, tiles, torch.zeros(1, seqlen // 64, dtype=torch.int32))
-        begins = tiles[:, 3].tolist()
-        assert (begins == sorted(begins)) == few
-        assert few or set(tiles[: seqlen // 128, 1].tolist()) == {0}
+        for i, group in enumerate(tiles.split(n_blocks * together)):
+            begins = group[:, 3].tolist()
+            assert begins == sorted(begins)
+            assert set(group[:, 1].tolist()) == set(range(i * together, (i + 1) * together))
+
+
+def test_a_tile_visits_its_blocks_once():
+    """All heads of a block after one another, and from the last block on where heads share keys,
+    but in the order of the turns; and what was before a block is what it follows."""
+    for causal, deterministic in itertools.product((False, True), repeat=2):
+        problem, config = Problem("bf16", 128, 128, causal), BwdConfig(deterministic=deterministic)
+        function = compile_walk(problem, config)
+        for heads, group in ((2, 1), (1, 3), (2, 4)):
+            q, k = sized(1, 300, heads * group, 128), sized(1, 200, heads, 128)
+            for index in range(2 * heads):
+                visits = torch.full((group * 5, 4), -7, dtype=torch.int32)
+                tile = torch.zeros(1, 4, dtype=torch.int32)
+                function(q, k, tile, visits, index)
+                _, head, _, begin = tile[0].tolist()
+                blocks = range(begin, 5)
+                if group > 1 and not deterministic:
+                    blocks = reversed(blocks)
+                want = [(head * group + g, m) for m in blocks for g in range(group)]
+                got = visits[: len(want)].tolist()
+                assert [(h, m) for h, m, _, _ in got] == want
+                assert [(h, m) for _, _, h, m in got[1:]] == want[:-1]
+                assert (visits[len(want) :] == -7).all()
 
 
 FAR = 2.0**120

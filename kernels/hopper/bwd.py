@@ -2,7 +2,8 @@
 128 keys of one KV head; CTAs are persistent over tiles: a producer warp, one that announces dS, two
 consumer warpgroups of 64 keys each.
 
-row_statistics -> the main kernel (bwd_tickets.py, bwd_load.py, bwd_mainloop.py, bwd_turns.py)
+row_statistics -> the main kernel (bwd_tickets.py, bwd_walk.py, bwd_load.py, bwd_mainloop.py,
+                  bwd_turns.py)
                -> finish_dq
 
 The last two begin before the kernel ahead of them ends (programmatic dependent launch), and wait
@@ -30,7 +31,7 @@ from cute_attn.problem import Problem
 
 REGISTERS = 240, 24  # consumer, producer
 L2_KB = 32 * 1024  # of the heads whose tiles follow each other
-FEW = 6  # tiles a multiprocessor; below, all heads are taken together where tiles differ in length
+FEW = 6  # tiles a multiprocessor; below, heads are taken together where tiles differ in length
 
 
 @dataclass(frozen=True)
@@ -223,8 +224,11 @@ class BackwardSm90:
         if const_expr(problem.causal):
             # The last heads' long tiles would begin when others end: 8 KV heads of 8 query heads,
             # 8k, scheduled on 132 multiprocessors as a list, take 1.24 of the time without gaps one
-            # head at a time and 1.01 all together.
-            together = heads if heads * n_blocks < FEW * sms else together
+            # head at a time and 1.01 four or eight together. Two tiles a multiprocessor or nearly
+            # so even each other out. The L2 cache matters less in a group's order (bwd_walk.py).
+            rounds = cutlass.max(heads * n_blocks // (2 * sms - sms // 16), 1)
+            even = cutlass.max(together, cute.ceil_div(heads, rounds))
+            together = even if q_per_kv > 1 or heads * n_blocks < FEW * sms else together
         extents = mQ.shape[0], mK.shape[0], q_per_kv, m_blocks, n_blocks
         return Shape(*extents, mK.shape[2], heads, together)
 

@@ -6,7 +6,7 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr, pipeline
 from cutlass.cute.nvgpu import cpasync
 
-from cute_attn.kernels.hopper import bwd_tickets
+from cute_attn.kernels.hopper import bwd_tickets, bwd_walk
 from cute_attn.kernels.hopper.bwd_operands import Inputs, Shape, Smem, Tile
 from cute_attn.kernels.hopper.operands import TmaOperand
 
@@ -65,26 +65,25 @@ def _following_keys(cfg, x: Inputs, smem: Smem, pipes, tile: Tile, at):
 
 
 @cute.jit
-def _blocks(cfg, x: Inputs, smem: Smem, pipes, tile: Tile, head: Int32, begin, end, at):
-    """Blocks of queries of one head."""
+def _block(cfg, x: Inputs, smem: Smem, pipes, tile: Tile, head: Int32, m: Int32, at):
+    """A block of queries of one head."""
     sQ, gQ = _partition(x.q, smem.q, (cfg.tile_m, cfg.width), head, tile.batch)
     sdO, gdO = _partition(x.do, smem.do, (cfg.tile_m, cfg.width_v), head, tile.batch)
-    statistics = x.statistics[None, None, head, tile.batch]
-    for m in cutlass.range(begin, end, unroll=1):
-        _issue(x.q, gQ, sQ, m, pipes.q, at)
-        _issue_statistics(cfg, statistics, smem, m, pipes.q, at)
-        _issue(x.do, gdO, sdO, m, pipes.do, at)
-        at.advance()
-    return at
+    _issue(x.q, gQ, sQ, m, pipes.q, at)
+    _issue_statistics(cfg, x.statistics[None, None, head, tile.batch], smem, m, pipes.q, at)
+    _issue(x.do, gdO, sdO, m, pipes.do, at)
 
 
 @cute.jit
 def _queries(cfg, x: Inputs, smem: Smem, pipes, shape: Shape, tile: Tile, at, done: Int32):
-    """All of a tile's but the first `done` blocks of its first head."""
-    for g in cutlass.range(shape.q_per_kv, unroll=1):
-        begin = tile.m_begin + done if g == 0 else tile.m_begin
-        head = tile.kv_head * shape.q_per_kv + g
-        at = _blocks(cfg, x, smem, pipes, tile, head, begin, shape.m_blocks, at)
+    """All of a tile's blocks but the first, where that is done."""
+    head, m = bwd_walk.first(cfg, shape, tile)
+    if done > 0:
+        head, m = bwd_walk.following(cfg, shape, tile, head, m)
+    for _ in cutlass.range(done, bwd_walk.blocks_of(shape, tile), unroll=1):
+        _block(cfg, x, smem, pipes, tile, head, m, at)
+        at.advance()
+        head, m = bwd_walk.following(cfg, shape, tile, head, m)
     return at
 
 
@@ -124,7 +123,8 @@ def load(cfg, causal: cutlass.Constexpr[bool], x: Inputs, smem: Smem, pipes, sha
         of_tile.advance()
         bwd_tickets.publish(smem, pipes.tickets, tile, of_tile)
         if tile.n_block >= 0:
-            head, begin = tile.kv_head * shape.q_per_kv, tile.m_begin
-            at = _blocks(cfg, x, smem, pipes, tile, head, begin, begin + 1, at)
+            head, m = bwd_walk.first(cfg, shape, tile)
+            _block(cfg, x, smem, pipes, tile, head, m, at)
+            at.advance()
             _following_keys(cfg, x, smem, pipes, tile, of_tile)
         done = Int32(1)

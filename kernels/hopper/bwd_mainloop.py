@@ -22,7 +22,7 @@ from cutlass import BFloat16, Float32, Int32, const_expr, pipeline
 from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 
 from cute_attn.kernels.common.layout import acc_as_operand_a, acc_as_rows
-from cute_attn.kernels.hopper import bwd_rows, bwd_tickets, bwd_turns
+from cute_attn.kernels.hopper import bwd_rows, bwd_tickets, bwd_turns, bwd_walk
 from cute_attn.kernels.hopper.bwd_operands import Inputs, Mmas, Shape, Smem, Tile
 from cute_attn.kernels.hopper.gemm import STEP, gemm, issue
 from cute_attn.kernels.hopper.operands import TmaOperand
@@ -129,7 +129,7 @@ def announce(cfg, smem: Smem, pipes, shape: Shape):
     at = pipeline.make_pipeline_state(consumer, 1)
     tile = bwd_tickets.receive(smem, pipes.tickets, at)
     while tile.n_block >= 0:
-        for _ in cutlass.range(blocks_of(shape, tile), unroll=1):
+        for _ in cutlass.range(bwd_walk.blocks_of(shape, tile), unroll=1):
             for wg in cutlass.range_constexpr(cfg.warpgroups):
                 announce_one(pipes, wg, state)
             state.advance()
@@ -143,11 +143,6 @@ def announce_one(pipes, wg: cutlass.Constexpr[int], state):
     cute.arch.fence_view_async_shared()
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive(pipes.ds.sync_object_full.get_barrier(state.index))
-
-
-def blocks_of(shape: Shape, tile: Tile) -> Int32:
-    """Blocks of queries of all heads, one at least."""
-    return shape.q_per_kv * (shape.m_blocks - tile.m_begin)
 
 
 class Rings(NamedTuple):
@@ -352,30 +347,21 @@ class Consumer:
         return pipeline.PipelineState(self.cfg.ds_slots, Int32(0), index, phase)
 
     @cute.jit
-    def block_before(self, tile: Tile, head: Int32, m: Int32):
-        """The block of queries before (head, m), if that is not the first."""
-        begins = m == tile.m_begin
-        return head - 1 if begins else head, self.shape.m_blocks - 1 if begins else m - 1
-
-    @cute.jit
     def tile(self, tile: Tile, keys, rings: Rings) -> Rings:
         """dQ lags a block behind, so that the warpgroups need not wait for each other's dS and one
         computes weights while the other's products run. It is added up while dK runs: the adder
         takes long to read its registers."""
-        f, shape = self.f, self.shape
+        f, cfg, shape = self.f, self.cfg, self.shape
         now, written = rings
         f.acc_dK.fill(0.0)
         f.acc_dV.fill(0.0)
-        head, m = tile.kv_head * shape.q_per_kv, tile.m_begin
-        for i in cutlass.range(blocks_of(shape, tile), unroll=1):
+        head, m = bwd_walk.first(cfg, shape, tile)
+        for i in cutlass.range(bwd_walk.blocks_of(shape, tile), unroll=1):
             acc_dQ = self.gradients(now, written, tile, m)
             warpgroup.wait_group(1)  # all but dK
             self.pipes.do.consumer_release(now)
-            before = self.block_before(tile, head, m)
-            m = m + 1
-            if m == shape.m_blocks:
-                m = tile.m_begin
-                head = head + 1
+            before = bwd_walk.before(cfg, shape, tile, head, m)
+            head, m = bwd_walk.following(cfg, shape, tile, head, m)
             written.advance()
             if i > 0:  # after all that takes registers: those of dQ are not free for long
                 self.add_dq(acc_dQ, tile, *before)
@@ -388,7 +374,7 @@ class Consumer:
         acc_dQ = self.dq_of(before)
         warpgroup.wait_group(0)
         self.pipes.k.consumer_release(keys)
-        self.add_dq(acc_dQ, tile, *self.block_before(tile, head, m))
+        self.add_dq(acc_dQ, tile, *bwd_walk.before(cfg, shape, tile, head, m))
         return Rings(now, written)
 
     @cute.jit

@@ -65,10 +65,10 @@ def keep_order(
 @cute.jit
 def keep_order_of(cfg, causal: cutlass.Constexpr[bool], x, shape: Shape, tile: Tile, wg: Int32):
     """Of one tile."""
-    for g in cutlass.range(shape.q_per_kv, unroll=1):
-        words = x.statistics[None, None, tile.kv_head * shape.q_per_kv + g, tile.batch]
-        for m in cutlass.range(tile.m_begin, shape.m_blocks, unroll=1):
-            turn = last_block(cfg, causal, shape, m) - tile.n_block
+    for m in cutlass.range(tile.m_begin, shape.m_blocks, unroll=1):
+        turn = last_block(cfg, causal, shape, m) - tile.n_block
+        for g in cutlass.range(shape.q_per_kv, unroll=1):
+            words = x.statistics[None, None, tile.kv_head * shape.q_per_kv + g, tile.batch]
             counter = counter_of(cfg, words[None, m], wg)
             with cute.arch.elect_one():
                 wait_until(counter, turn)

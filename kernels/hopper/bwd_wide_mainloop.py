@@ -21,7 +21,7 @@ from cutlass import BFloat16, Float16, Float32, Int32, const_expr, pipeline
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from cute_attn.kernels.common.layout import acc_as_rows
-from cute_attn.kernels.hopper import bwd_mainloop
+from cute_attn.kernels.hopper import bwd_mainloop, bwd_walk
 from cute_attn.kernels.hopper.bwd_mainloop import KEYS_BARRIER, OUTPUT_BARRIER, transposed
 from cute_attn.kernels.hopper.bwd_operands import Mmas, Shape, Smem, Tile
 from cute_attn.kernels.hopper.gemm import STEP, gemm
@@ -75,7 +75,7 @@ def announce(cfg, pipes, shape: Shape, tile: Tile):
     """As bwd_mainloop.announce, of one tile and one warpgroup. That is not two blocks ahead here
     either: its dS takes P, which the other writes after it has seen dS of the block before."""
     state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, cfg.ds_slots)
-    for _ in cutlass.range(bwd_mainloop.blocks_of(shape, tile), unroll=1):
+    for _ in cutlass.range(bwd_walk.blocks_of(shape, tile), unroll=1):
         bwd_mainloop.announce_one(pipes, OF_DS, state)
         state.advance()
 
@@ -128,15 +128,6 @@ class Consumer(bwd_mainloop.Consumer):
         return cute.make_tensor(pointer, layout)
 
     @cute.jit
-    def following(self, tile: Tile, head: Int32, m: Int32):
-        """The block of queries after (head, m)."""
-        m = m + 1
-        if m == self.shape.m_blocks:
-            m = tile.m_begin
-            head = head + 1
-        return head, m
-
-    @cute.jit
     def tile(self, tile: Tile):
         """Products of a block run while the other warpgroup weighs: that one needs P, which is
         ready when this one's begin. dQ lags a block, so that its operand is there, and goes ahead
@@ -146,23 +137,23 @@ class Consumer(bwd_mainloop.Consumer):
         ahead = now.clone()
         ahead.advance()
         self.clear()
-        head, m = tile.kv_head * shape.q_per_kv, tile.m_begin
+        head, m = bwd_walk.first(cfg, shape, tile)
         acc = self.scores()
         operand = cute.make_rmem_tensor_like(acc, self.smem.q.element_type)  # P or dS
         self.issue_scores(acc, now)
         self.weigh(acc, operand, self.slot_before(now), now, tile, m)
-        blocks = bwd_mainloop.blocks_of(shape, tile)
+        blocks = bwd_walk.blocks_of(shape, tile)
         for i in cutlass.range(blocks - 1, unroll=1):
             acc_dQ = self.dq_of(self.slot_before(now))
             self.issue_gradient(operand, now)
             warpgroup.wait_group(1)  # dQ
             if i > 0:
-                self.add_dq(acc_dQ, tile, *self.block_before(tile, head, m))
+                self.add_dq(acc_dQ, tile, *bwd_walk.before(cfg, shape, tile, head, m))
             acc = self.scores()
             self.issue_scores(acc, ahead)
             warpgroup.wait_group(1)  # the gradient
             self.release(now)
-            head, m = self.following(tile, head, m)
+            head, m = bwd_walk.following(cfg, shape, tile, head, m)
             self.weigh(acc, operand, now, ahead, tile, m)
             now.advance()
             ahead.advance()
@@ -170,7 +161,7 @@ class Consumer(bwd_mainloop.Consumer):
         self.issue_gradient(operand, now)
         warpgroup.wait_group(1)  # dQ
         if blocks > 1:
-            self.add_dq(acc_dQ, tile, *self.block_before(tile, head, m))
+            self.add_dq(acc_dQ, tile, *bwd_walk.before(cfg, shape, tile, head, m))
         self.pipes.ds.consumer_wait(now)
         acc_dQ = self.dq_of(now)
         warpgroup.wait_group(0)
