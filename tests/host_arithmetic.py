@@ -10,7 +10,7 @@ from cutlass import BFloat16, Float32, Int32, const_expr
 from cute_attn.kernels.common.mask import first_full_block, keys_seen, kv_block_end
 from cute_attn.kernels.hopper import bwd, bwd_mainloop, bwd_tickets, bwd_walk
 from cute_attn.kernels.hopper.bwd_operands import Smem
-from cute_attn.kernels.hopper.bwd_rows import store_statistics
+from cute_attn.kernels.hopper.bwd_rows import score, store_statistics
 from cute_attn.kernels.hopper.bwd_turns import last_block
 from cute_attn.kernels.hopper.fwd import ForwardSm90
 from cute_attn.kernels.hopper.operands import Parts
@@ -118,10 +118,10 @@ class Statistics:
         of_statistics: cute.Tensor,
         of_ones: cute.Tensor,
     ):
-        """rows (blocks * tile_m, 2): what S and dP start from. words (blocks, statistics): the
+        """rows (blocks * tile_m, 2): what is added to S and dP. words (blocks, statistics): the
         scratch. statistics and ones: shared memory of the two operands before the first load, and
         of_statistics (tile_m, STEP, stages), of_ones (64, STEP, 2): where in it their elements lie,
-        if S and dP start by a product."""
+        if a product adds them."""
         cfg = self.cfg
         for i in cutlass.range(rows.shape[0]):
             block, row = i // cfg.tile_m, i % cfg.tile_m
@@ -133,6 +133,13 @@ class Statistics:
             bwd_mainloop.fill_operands(cfg, smem, Int32(0), 1)
             places(of_statistics, layouts[0])
             places(of_ones, layouts[1])
+
+
+@cute.jit
+def scores(lse: cute.Tensor, scale_log2: Float32):
+    """lse (n, 1), in place."""
+    for i in cutlass.range(lse.shape[0]):
+        lse[i, 0] = score(lse[i, 0], scale_log2)
 
 
 @cute.jit
@@ -176,3 +183,8 @@ def compile_statistics(problem, config):
     io += [tensor(Int32, 3) for _ in range(2)]
     with mock.patch.object(cute.arch, "fence_view_async_shared", lambda: None):
         return cute.compile(Statistics(problem, config), *io, options="--enable-tvm-ffi")
+
+
+def compile_scores():
+    """A function of a torch CPU tensor (n, 1) and a scale."""
+    return cute.compile(scores, tensor(Float32, 2), Float32(1.0), options="--enable-tvm-ffi")

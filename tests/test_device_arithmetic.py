@@ -13,6 +13,7 @@ pytest.importorskip("cutlass.cute")
 from host_arithmetic import (  # noqa: E402
     compile_arithmetic,
     compile_backward_arithmetic,
+    compile_scores,
     compile_statistics,
     compile_walk,
 )
@@ -263,6 +264,28 @@ def full_precision(n, low=-90, high=119):
     exponent = torch.randint(low, high + 1, (n,), generator=random_bits)
     sign = torch.randint(0, 2, (n,), generator=random_bits) * 2 - 1
     return (sign * torch.ldexp(mantissa, exponent - 23)).float()
+
+
+def test_lse_in_the_thousands_is_the_score_that_it_is_of():
+    """In a row with one large score S, LSE is S * scale_log2 as fp32 and LN_2 round it, and S - LSE
+    must not be much further off, or fp16 rounds the key's P to 1 - 2^-11. Rows without a key stay
+    infinite."""
+    function = compile_scores()
+    lse = full_precision(4096, low=-20, high=14)
+    far = torch.tensor([math.inf, -math.inf, 0.0])
+    for dim, sign in itertools.product((16, 40, 64, 96, 128), (1, -1)):
+        scale_log2 = torch.tensor(sign * dim**-0.5) * torch.tensor(math.log2(math.e))
+        got = torch.cat([lse, far])[:, None].contiguous()
+        function(got, scale_log2.item())
+        want = lse.double() / math.log(2) / scale_log2.double()
+        ulp = torch.ldexp(torch.ones(len(want)), want.float().frexp().exponent - 24).double()
+        assert ((got[:-3, 0].double() - want).abs() <= 0.5001 * ulp).all()
+        assert torch.equal(got[-3:, 0], far * sign)
+        S = torch.linspace(1e4, 6e4, 4096)
+        back = ((S * scale_log2).double() * math.log(2)).float()[:, None].contiguous()
+        function(back, scale_log2.item())
+        off = (S.double() - back[:, 0].double()) * scale_log2.double() * math.log(2)
+        assert (off.abs() <= 1.6 * 2.0**-24 * (S.double() * scale_log2.double()).abs()).all()
 
 
 @pytest.mark.parametrize("dim", [64, 128])

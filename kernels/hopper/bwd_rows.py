@@ -157,7 +157,7 @@ def score(lse: Float32, scale_log2: Float32) -> Float32:
     x = bits / scale_log2
     rest = fma(lse, LOG2_E, -bits) + lse * LOG2_E_REST + fma(-x, scale_log2, bits)
     exact = magnitude(x) < FAR  # and nothing is infinite
-    return x + rest * cute.arch.rcp_approx(scale_log2) if exact else x
+    return x + rest / scale_log2 if exact else x
 
 
 @cute.jit
