@@ -233,10 +233,12 @@ class Consumer:
 
     @cute.jit
     def issue_dq(self, acc_dQ: cute.Tensor, slot: Int32):
+        warpgroup.fence()
         for w in cutlass.range_constexpr(self.cfg.ds_tiles):
             dS = self.f.rdS[None, None, None, slot * self.cfg.ds_tiles + w]
             Kt = self.f.rKt[None, None, None, w]
-            gemm(self.mmas.dq, acc_dQ, dS, Kt, 64 // STEP, zero=w == 0)
+            issue(self.mmas.dq, acc_dQ, dS, Kt, 64 // STEP, zero=w == 0)
+        warpgroup.commit_group()
 
     @cute.jit
     def add_dq(self, acc_dQ: cute.Tensor, tile: Tile, head: Int32, m: Int32):
