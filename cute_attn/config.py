@@ -287,9 +287,7 @@ class QuantizeConfig:
     v_by_channel: bool = False  # a scale each
     keep_v: bool = False  # in its dtype
     statistics: bool = False  # measure shifts and balance of the whole batch, and do nothing else
-    tiles: int = 2  # of 128 rows that a CTA takes one after another
-    # read a tile beside the one before it: one CTA on an SM, not two; head dims up to 128
-    ahead: bool = False
+    tiles: int = 4  # of 128 rows that a CTA takes one after another, at most
 
     def __post_init__(self) -> None:
         _check_types(self)
@@ -324,17 +322,22 @@ class QuantizeConfig:
         return (*mean, LOW, HIGH) if self.transposed else mean
 
     @property
+    def direct(self) -> bool:
+        """Whether nothing is to be known ahead of the cast but the largest values of V."""
+        return "measured" not in (self.k_shift, self.v_shift, self.balance)
+
+    @property
     def measures(self) -> bool:
-        return bool(self.q_kinds or self.k_kinds or self.v_kinds)
+        """Whether a pass over what is to be cast comes first."""
+        return not self.direct and bool(self.q_kinds or self.k_kinds or self.v_kinds)
 
     def scratch_shapes(self, s: "QuantizeSizes") -> tuple[tuple[Any, ...] | None, ...]:
-        """Of factors (q's, then K's), of partial statistics of q, k and v, of the largest |k| of
-        every 8 keys: fp32, one after another; None is nothing. Sizes are integers of the host or
-        of the compiler."""
+        """Of measured factors (q's, then K's), of partial statistics of q, k and v, of the largest
+        v of every chunk, of the largest |k| of every 8 keys: fp32, one after another; None is
+        nothing. Sizes are integers of the host or of the compiler."""
         factors = None
-        if self.scaled and not self.statistics:
-            batch = () if self.balance == "head" else (s.batch,)
-            factors = (2, *batch, s.heads_kv, s.head_dim)
+        if self.balance == "measured" and not self.statistics:
+            factors = (2, s.batch, s.heads_kv, s.head_dim)
 
         def parts(kinds: tuple[str, ...], chunks: Any, heads: Any, width: Any) -> Any:
             return (len(kinds), s.batch * chunks, heads, width) if kinds else None
@@ -343,7 +346,10 @@ class QuantizeConfig:
             factors,
             parts(self.q_kinds, s.q_chunks, s.heads_q, s.head_dim),
             parts(self.k_kinds, s.k_chunks, s.heads_kv, s.head_dim),
-            parts(self.v_kinds, s.k_chunks, s.heads_kv, s.head_dim_v),
+            None if self.direct else parts(self.v_kinds, s.k_chunks, s.heads_kv, s.head_dim_v),
+            (s.batch, s.heads_kv, s.k_chunks, s.head_dim_v if self.v_by_channel else 1)
+            if self.direct and self.transposed
+            else None,
             None if self.k_block or self.statistics else (s.batch, s.heads_kv, s.groups),
         )
 

@@ -247,7 +247,7 @@ def make_plan(
     if options is not None:
         preset, seed, k_block, v_scales = options  # type: ignore[assignment]
         block = quantize._check_options(k, v, given[:3], options)
-    config = choose_config(given, preset, seed, block, v_scales, q.shape[3], options is None)
+    config = choose_config(given, preset, seed, block, v_scales, options is None)
     problem = Problem(DTYPES[str(q.dtype)], q.shape[3], v.shape[3])
     if not foreign:
         launch.choose_arch(q.device, None)
@@ -276,7 +276,6 @@ def choose_config(
     seed: int | None,
     block: int | None,
     v_scales: str,
-    head_dim: int,
     statistics: bool = False,
 ) -> QuantizeConfig:
     """block: keys that share a scale, None for all of a head's."""
@@ -295,7 +294,6 @@ def choose_config(
         v_by_channel=v_scales == "channel" and preset == "fp8",
         keep_v=preset == "fp8_hp",
         statistics=statistics,
-        ahead=bool(rope) and head_dim <= 128,  # RoPE's registers leave room for one CTA on an SM
     )
 
 

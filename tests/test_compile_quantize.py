@@ -16,7 +16,7 @@ slow = pytest.mark.slow
 
 MEASURED = QuantizeConfig()
 GIVEN = QuantizeConfig(k_shift="head", v_shift="head", balance="head")
-ROPE = replace(MEASURED, rope="fp32", half=64, ahead=True)
+ROPE = replace(MEASURED, rope="fp32", half=64)
 
 
 def problem(dim, dim_v=None, dtype="bf16"):
@@ -34,8 +34,8 @@ FEW = [
     (problem(64), replace(MEASURED, statistics=True)),
 ]
 CLASSES = [(problem(d), c) for d in range(16, 257, 16) for c in (GIVEN, MEASURED)]
-CLASSES += [(problem(d), replace(ROPE, half=d // 2, ahead=d <= 128)) for d in range(16, 257, 16)]
-CLASSES += [(problem(d, d, "fp16"), replace(ROPE, half=8, ahead=d <= 128)) for d in (64, 128, 256)]
+CLASSES += [(problem(d), replace(ROPE, half=d // 2)) for d in range(16, 257, 16)]
+CLASSES += [(problem(d, d, "fp16"), replace(ROPE, half=8)) for d in (64, 128, 256)]
 CLASSES += [(problem(d), replace(MEASURED, k_block=0)) for d in (48, 64, 112, 128, 256)]
 CLASSES += [
     (problem(d, d, dtype), config)
@@ -48,8 +48,7 @@ CLASSES += [
         ("bf16", replace(GIVEN, k_block=16, v_by_channel=True)),
         ("fp16", replace(MEASURED, v_by_channel=True)),
         ("bf16", replace(GIVEN, keep_v=True)),
-        ("bf16", replace(GIVEN, tiles=4)),
-        ("bf16", replace(GIVEN, ahead=True)),
+        ("bf16", replace(GIVEN, tiles=1)),
         ("bf16", replace(GIVEN, k_shift="sequence", v_shift="sequence", balance="sequence")),
     )
 ]
@@ -88,23 +87,26 @@ def check(problem, config):
 def test_builds(job):
     problem, config = job
     built, code = check(*job)
-    count = bool(config.measures) + bool(config.measures or config.scaled)
-    count += 0 if config.statistics else 1 if config.k_block else 3
+    count = 2 * config.measures
+    count += 0 if config.statistics else 2 if config.k_block else 4
     assert len(built.kernels) == count
     if config.measures:
         assert wide(code[built.kernels[0].name], "LDG") >= 4
     if config.statistics:
         return
-    cast = built.kernels[-1]
+    v, rows = built.kernels[-2:] if config.measures else built.kernels[:-3:-1]
     vectors = -(-problem.head_dim // 32)  # 16 bytes of a thread
-    assert wide(code[cast.name], "LDG") >= 4 * vectors  # q, k, and of each the first row apart
-    assert cast.counts["F2FP"] >= 2 * 4 * vectors
-    assert cast.counts["SHFL"] >= 2 * 16 * vectors  # channels 8 and 16 apart, of q and k
+    assert wide(code[rows.name], "LDGSTS") >= 4 * vectors  # q, k, and of each the first row apart
+    assert rows.counts["F2FP"] >= 2 * 4 * vectors
+    # channels 8 and 16 apart, of q and k, or half of them that are a quarter and half a row apart
+    quarters = problem.head_dim in (32, 64, 128, 256) and not config.rope
+    assert rows.counts["SHFL"] >= 2 * (8 if quarters else 16) * vectors
     if config.transposed:
-        assert wide(code[cast.name], "STG") >= 2
-    two = problem.head_dim in (16, 32, 64, 96, 128) and not config.ahead and config.k_block
-    assert cast.registers * 512 * (2 if two else 1) <= 65536
-    assert cast.smem <= (227 * 1024 // 2 if two else 64 * 1024)
+        assert wide(code[v.name], "STG") >= 2 and v.counts["F2FP"] >= 16
+    assert v.registers * 512 * 2 <= 65536
+    two = problem.head_dim in (16, 32, 64, 96, 128) and not config.rope and config.k_block
+    assert rows.registers * 512 * (2 if two else 1) <= 65536
+    assert (rows.smem + 1024) * (2 if two else 1) <= 228 * 1024
 
 
 @slow

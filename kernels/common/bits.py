@@ -73,6 +73,17 @@ def largest(values: cute.Tensor) -> Float32:
     return from_bits(top[0])
 
 
+def pair_extremum(dtype: str, name: str, a: Int32, b: Int32) -> Int32:
+    """min or max of two 16-bit numbers at once; of a NaN and a number, the number."""
+    kind = {"bf16": "bf16x2", "fp16": "f16x2"}[dtype]
+    values = [Int32(x).ir_value() for x in (a, b)]
+    return Int32(
+        llvm.inline_asm(
+            T.i32(), values, f"{name}.{kind} $0, $1, $2;", "=r,r,r", has_side_effects=False
+        )
+    )
+
+
 def product(a: Float32, b: Float32) -> Float32:
     """a * b, rounded before anything is added to it: the assembler leaves it alone."""
     return Float32(_asm(T.f32(), "mul.rn.f32 $0, $1, $2;", "=f,f,f", (a, b)))

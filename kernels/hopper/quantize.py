@@ -1,14 +1,20 @@
-"""q, k and v in 16 bits -> e4m3, in two or three launches of one call (cute_attn.quantize has the
-steps and what they leave as it is):
+"""q, k and v in 16 bits -> e4m3, in the launches of one call (cute_attn.quantize has the steps and
+what they leave as it is):
 
-measure  (quantize_stats.py)    what must be known of whole sequences: with shifts and balance
-                                given, the largest values of V alone
+measure  (quantize_stats.py)    what must be known of whole sequences before anything is cast
 combine  (quantize_combine.py)  vectors and scales of heads from it
-cast     (quantize_rows.py, quantize_v.py)  one pass over q, k and v
+cast_v   (quantize_v.py)        V
+cast     (quantize_rows.py)     q and K
 
-Where scales of K belong to blocks that no tile of 128 keys holds, a pass over K before the last one
+With shifts and balance given all but V's scales is known, so that q and K are cast at once:
+
+cast     (quantize_rows.py, quantize_tops.py)  q and K, and the largest values of V
+cast_v   (quantize_v.py)        V
+
+Where scales of K belong to blocks that no tile of 128 keys holds, a pass over K before the cast
 measures them. Each launch begins before the one ahead of it ends, and waits for its end before it
-reads what that wrote; the first does not.
+reads what that wrote; the first does not. All others wait, if only at their end: who waits for one
+of them waits for all that went before.
 """
 
 import cuda.bindings.driver as cuda
@@ -16,13 +22,14 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from cute_attn.config import QuantizeConfig, QuantizeSizes
+from cute_attn.config import HIGH, LOW, QuantizeConfig, QuantizeSizes
+from cute_attn.kernels.hopper import quantize_balance, quantize_rows, quantize_tops, quantize_v
 from cute_attn.kernels.hopper import quantize_combine as combining
-from cute_attn.kernels.hopper import quantize_rows, quantize_v
 from cute_attn.kernels.hopper import quantize_stats as stats
 from cute_attn.kernels.hopper.fwd import DTYPES, LSE, ROWS, reordered
 from cute_attn.kernels.hopper.quantize_operands import (
     PARTS,
+    TOPS,
     TRANSPOSED,
     Layout,
     Sizes,
@@ -41,6 +48,7 @@ from cute_attn.problem import Problem
 
 RANGES = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16, "fp32": Float32}
 CARVEOUT = 50  # percent of an SM's memory as shared; left out, the compiler would ask a GPU
+SLOTS = 264  # CTAs of rows that a large GPU holds: a call has twice as many, or one tile each
 
 
 class QuantizeSm90:
@@ -86,7 +94,7 @@ class QuantizeSm90:
             *(cute.ceil_div(t.shape[1], rows) for t, rows in ((q, q_rows), (k, k_rows))),
             cute.ceil_div(k.shape[1], quantize_rows.WARP_ROWS),
         )
-        factors, *parts, maxima = carved(scratch, self.cfg.scratch_shapes(sizes))
+        factors, *parts, tops, maxima = carved(scratch, self.cfg.scratch_shapes(sizes))
         x = Tensors(
             *(reordered(t, ROWS) for t in (q, k, v)),
             cos,
@@ -98,51 +106,68 @@ class QuantizeSm90:
             maybe(out_v, TRANSPOSED if self.cfg.transposed else ROWS),
             *(maybe(t, LSE) for t in (q_scale, k_scale)),
             maybe(v_scale, LSE) if self.cfg.v_by_channel else heads_only(v_scale),
-            *(maybe(t, LSE) for t in (dots, maxima)),
+            maybe(dots, LSE),
+            maybe(tops, TOPS),
+            maybe(maxima, LSE),
             *(maybe(t, PARTS) for t in parts),
         )
-        self.launch_all(x, Sizes(q_rows, k_rows, k_block), stream)
+        rows = sum(cute.ceil_div(t.shape[0], quantize_rows.ROWS) * heads_of(t) for t in (x.q, x.k))
+        tiles = cutlass.max(cutlass.min(Int32(rows) // (2 * SLOTS), self.cfg.tiles), 1)
+        self.launch_all(x, Sizes(q_rows, k_rows, k_block, tiles), stream)
 
     @cute.jit
     def launch_all(self, x: Tensors, sizes: Sizes, stream: cuda.CUstream):
         cfg = self.cfg
-        heads = Int32(x.k.shape[2] * x.k.shape[3])
         if const_expr(cfg.measures):
-            grid = sum(self.chunks(x))
             self.measure(x, sizes).launch(
-                grid=(grid, 1, 1), block=(stats.THREADS, 1, 1), stream=stream
+                grid=(sum(self.chunks(x)), 1, 1), block=(stats.THREADS, 1, 1), stream=stream
             )
-        if const_expr(cfg.measures or cfg.scaled):
-            grid = Int32(x.k.shape[2]) if const_expr(cfg.statistics) else heads
+            heads = Int32(x.k.shape[2]) if const_expr(cfg.statistics) else heads_of(x.k)
             self.combine(x).launch(
-                grid=(grid, 1, 1),
+                grid=(heads, len(self.combined), 1),
                 block=(combining.THREADS, 1, 1),
                 stream=stream,
                 min_blocks_per_mp=1,  # else the assembler spills to fit two
-                use_pdl=cfg.measures,
+                use_pdl=True,
             )
         if const_expr(not cfg.statistics):
             if const_expr(cfg.k_block == 0):
                 self.launch_key_scales(x, sizes, stream)
+            if const_expr(not cfg.direct):
+                self.launch_v(x, stream)
             self.cast(x, sizes).launch(
-                grid=(sum(self.tiles(x)), 1, 1),
+                grid=(sum(self.tiles(x, sizes)), 1, 1),
                 block=(quantize_rows.THREADS, 1, 1),
                 stream=stream,
                 min_blocks_per_mp=self.layout.block_min,
+                preferred_smem_carveout=100,
+                use_pdl=cfg.measures or cfg.k_block == 0,
+            )
+            if const_expr(cfg.direct):
+                self.launch_v(x, stream)
+
+    @cute.jit
+    def launch_v(self, x: Tensors, stream: cuda.CUstream):
+        if const_expr(x.out_v is not None):
+            self.cast_v(x).launch(
+                grid=(self.v_tiles(x), 1, 1),
+                block=(quantize_v.THREADS, 1, 1),
+                stream=stream,
+                min_blocks_per_mp=2,
                 preferred_smem_carveout=CARVEOUT,
-                use_pdl=cfg.measures or cfg.scaled,
+                use_pdl=True,
             )
 
     @cute.jit
     def launch_key_scales(self, x: Tensors, sizes: Sizes, stream: cuda.CUstream):
         cfg, blocks = self.cfg, cute.size(x.k_scale)
-        self.measure_keys(x).launch(
-            grid=(self.tiles(x)[1], 1, 1),
+        self.measure_keys(x, sizes).launch(
+            grid=(self.tiles(x, sizes)[1], 1, 1),
             block=(quantize_rows.THREADS, 1, 1),
             stream=stream,
             min_blocks_per_mp=self.layout.block_min,
-            preferred_smem_carveout=CARVEOUT,
-            use_pdl=cfg.measures or cfg.scaled,
+            preferred_smem_carveout=100,
+            use_pdl=cfg.measures,
         )
         groups = sizes.k_block // quantize_rows.WARP_ROWS
         combining.scale_blocks(x.maxima, x.k_scale, groups).launch(
@@ -160,12 +185,14 @@ class QuantizeSm90:
             for parts in (x.q_parts, x.k_parts, x.v_parts)
         ]
 
-    def tiles(self, x: Tensors) -> list[Int32]:
-        rows = quantize_rows.ROWS * self.cfg.tiles
-        of_rows = [
-            Int32(cute.ceil_div(t.shape[0], rows) * t.shape[2] * t.shape[3]) for t in (x.q, x.k)
-        ]
-        return [*of_rows, Int32(self.v_blocks(x) * x.v.shape[2] * x.v.shape[3])]
+    def tiles(self, x: Tensors, sizes: Sizes) -> list[Int32]:
+        """CTAs with rows of q and of k, and those that look for V's largest values."""
+        rows = quantize_rows.ROWS * sizes.tiles
+        of_rows = [Int32(cute.ceil_div(t.shape[0], rows) * heads_of(t)) for t in (x.q, x.k)]
+        return [*of_rows, Int32(0 if x.tops is None else x.tops.shape[1] * heads_of(x.v))]
+
+    def v_tiles(self, x: Tensors) -> Int32:
+        return Int32(self.v_blocks(x) * heads_of(x.v))
 
     def v_blocks(self, x: Tensors):
         if x.out_v is None:
@@ -232,18 +259,28 @@ class QuantizeSm90:
             return x.k[None, None, head, 0 if self.cfg.statistics else batch]
         return of_head(x.k_shift, head, batch)
 
+    @property
+    def combined(self) -> list[str]:
+        """What has CTAs of its own."""
+        cfg = self.cfg
+        both = ("qk", cfg.q_kinds or cfg.k_kinds), ("v", cfg.v_kinds)
+        return [name for name, kinds in both if kinds]
+
     @cute.kernel
     def combine(self, x: Tensors):
         cute.arch.griddepcontrol_launch_dependents()
-        if const_expr(self.cfg.measures):
-            cute.arch.griddepcontrol_wait()
-        index, heads = cute.arch.block_idx()[0], Int32(x.k.shape[2])
+        cute.arch.griddepcontrol_wait()
+        heads, (index, part, _) = Int32(x.k.shape[2]), cute.arch.block_idx()
         batch = index // heads
         head = index - batch * heads
-        stage = shared_words(combining.THREADS, Float32)
-        self.combine_qk(x, stage, head, batch)
-        if const_expr(len(self.cfg.v_kinds) > 0):
-            self.combine_v(x, stage, head, batch)
+        kinds = max(len(kinds) for kinds in (self.cfg.q_kinds, self.cfg.k_kinds, self.cfg.v_kinds))
+        stage = shared_words(kinds * combining.THREADS, Float32)
+        for n in cutlass.range_constexpr(len(self.combined)):
+            if part == n:
+                if const_expr(self.combined[n] == "qk"):
+                    self.combine_qk(x, stage, head, batch)
+                else:
+                    self.combine_v(x, stage, head, batch)
 
     @cute.jit
     def parts(self, t: cute.Tensor, x: Tensors, batch: Int32, first_head: Int32):
@@ -257,48 +294,45 @@ class QuantizeSm90:
         cfg, tidx, group = self.cfg, cute.arch.thread_idx()[0], Int32(x.q.shape[2] // x.k.shape[2])
         of_k, of_q = combining.Moments(Float32(0.0), Float32(0.0)), Float32(0.0)
         if const_expr(len(cfg.k_kinds) > 0):
-            parts = self.parts(x.k_parts, x, batch, head)
-            of_k = combining.moments(cfg.k_kinds, parts, Int32(1), stage)
+            of_k = self.moments(cfg.k_kinds, x, x.k_parts, batch, head, 1, stage)
         if const_expr(cfg.k_shift == "measured"):
             if tidx < self.layout.dim:
                 of_head(x.k_shift, head, batch)[tidx] = of_k.mean
-        if const_expr(len(cfg.q_kinds) > 0):
-            parts = self.parts(x.q_parts, x, batch, head * group)
-            of_q = combining.moments(cfg.q_kinds, parts, group, stage).square
-        if const_expr(cfg.scaled):
+        if const_expr(cfg.balance == "measured"):
+            first = head * group
+            of_q = self.moments(cfg.q_kinds, x, x.q_parts, batch, first, group, stage).square
             if tidx < self.layout.dim:
                 self.write_factors(x, of_k.square, of_q, head, batch)
 
+    def moments(self, kinds, x: Tensors, parts, batch: Int32, first: Int32, heads, stage):
+        of_heads = self.parts(parts, x, batch, first)
+        return combining.moments(kinds, combining.totals(kinds, of_heads, heads, stage))
+
     @cute.jit
     def write_factors(self, x: Tensors, of_k: Float32, of_q: Float32, head: Int32, batch: Int32):
-        """A batch writes what others share: all write the same."""
         channel = cute.arch.thread_idx()[0]
-        if const_expr(self.cfg.balance == "measured"):
-            power = combining.balance_of(of_k, of_q)
-        else:
-            power = combining.power_of_two(of_head(x.given, head, batch)[channel])
+        power = quantize_balance.balance_of(of_k, of_q)
         of_head(x.balance, head, batch)[channel] = power
         if const_expr(not self.cfg.statistics):
             sign = x.signs[channel] if const_expr(self.cfg.hadamard) else Float32(1.0)
             for i, factor in enumerate((sign * power, sign / power)):
-                self.factor(x, i, head, batch)[channel] = factor
-
-    def factor(self, x: Tensors, which: int, head: Int32, batch: Int32):
-        return of_head(x.factors[which], head, batch) if self.cfg.scaled else None
+                of_head(x.factors[i], head, batch)[channel] = factor
 
     @cute.jit
     def combine_v(self, x: Tensors, stage: cute.Tensor, head: Int32, batch: Int32):
         cfg, tidx, width = self.cfg, cute.arch.thread_idx()[0], x.v.shape[1]
-        parts, shift = self.parts(x.v_parts, x, batch, head), Float32(0.0)
+        kinds, shift = cfg.v_kinds, Float32(0.0)
+        totals = combining.totals(kinds, self.parts(x.v_parts, x, batch, head), 1, stage)
         at = combining.channel_of(width)
         if const_expr(cfg.v_shift == "measured"):
-            shift = combining.moments(cfg.v_kinds, parts, Int32(1), stage).mean
+            shift = combining.moments(kinds, totals).mean
             if tidx < width:
                 of_head(x.v_shift, head, batch)[tidx] = shift
         elif const_expr(cfg.v_shift != "none"):
             shift = of_head(x.v_shift, head, batch)[at]
         if const_expr(cfg.transposed):
-            top = combining.largest_distance(cfg.v_kinds, parts, shift, stage)
+            low, high = (totals[kinds.index(kind)] for kind in (LOW, HIGH))
+            top = combining.largest_distance(low, high, shift)
             if const_expr(cfg.v_by_channel):
                 if tidx < width:
                     x.v_scale[tidx, head, batch] = quantize_rows.scale_of(top)
@@ -308,87 +342,160 @@ class QuantizeSm90:
                     x.v_scale[0, head, batch] = quantize_rows.scale_of(top)
 
     @cute.kernel
-    def measure_keys(self, x: Tensors):
+    def measure_keys(self, x: Tensors, sizes: Sizes):
         cute.arch.griddepcontrol_launch_dependents()
-        cute.arch.griddepcontrol_wait()
-        blocks = cute.ceil_div(x.k.shape[0], quantize_rows.ROWS * self.cfg.tiles)
-        group, head, batch = place(cute.arch.block_idx()[0], blocks, x.k.shape[2])
-        quantize_rows.measure_keys(
-            self.layout,
-            self.head(x, x.k, head, head, batch),
-            self.table(shared_words(2 * self.layout.dim, Float32)),
-            x.maxima[None, head, batch],
-            group * self.cfg.tiles,
-        )
+        if const_expr(self.cfg.measures):
+            cute.arch.griddepcontrol_wait()
+        stage = self.rows_stage(shared_words(self.rows_words(), Int32))
+        head, batch, tiles = self.rows_of(x.k, cute.arch.block_idx()[0], sizes)
+        of_k = self.head(x, x.k, head, head, batch)
+        quantize_rows.measure_keys(self.layout, of_k, stage, tiles, x.maxima[None, head, batch])
 
     @cute.kernel
     def cast(self, x: Tensors, sizes: Sizes):
-        """V comes first and from its end, which the L2 cache may still hold."""
-        cute.arch.griddepcontrol_wait()
-        index = cute.arch.block_idx()[0]
-        of_q, of_k, of_v = self.tiles(x)
-        rows_words = 2 * (self.layout.dim + quantize_rows.WARPS)
-        stage = shared_words(max(self.stage_words(), rows_words), Int32)
-        if index < of_v:
-            if const_expr(x.out_v is not None):
-                self.cast_v(x, stage, of_v - 1 - index)
-        elif index < of_v + of_k:
-            self.cast_keys(x, stage, index - of_v, sizes.k_block)
+        """V's largest values come last: cast_v finds V in the L2 cache."""
+        cute.arch.griddepcontrol_launch_dependents()
+        if const_expr(self.cfg.measures or self.cfg.k_block == 0):
+            cute.arch.griddepcontrol_wait()
+        of_q, of_k, _ = self.tiles(x, sizes)
+        index, words = cute.arch.block_idx()[0], shared_words(self.rows_words(), Int32)
+        if index < of_k:
+            head, batch, tiles = self.rows_of(x.k, index, sizes)
+            of_rows, stage = self.head(x, x.k, head, head, batch), self.rows_stage(words)
+            quantize_rows.quantise_keys(self.layout, of_rows, stage, tiles, sizes.k_block)
+        elif index < of_k + of_q:
+            head, batch, tiles = self.rows_of(x.q, index - of_k, sizes)
+            of_kv = head // (x.q.shape[2] // x.k.shape[2])
+            of_rows, stage = self.head(x, x.q, head, of_kv, batch), self.rows_stage(words)
+            dots = x.dots[None, head, batch] if const_expr(x.dots is not None) else None
+            quantize_rows.quantise_queries(self.layout, of_rows, dots, stage, tiles)
         else:
-            self.cast_queries(x, stage, index - of_v - of_k)
+            if const_expr(x.tops is not None):
+                self.measure_tops(x, words, index - of_q - of_k, sizes.k_rows)
+
+    @cute.kernel
+    def cast_v(self, x: Tensors):
+        """From V's end, which the L2 cache may still hold."""
+        cute.arch.griddepcontrol_launch_dependents()
+        cfg = self.cfg
+        if const_expr(cfg.measures):
+            cute.arch.griddepcontrol_wait()
+        tile = self.v_tiles(x) - 1 - cute.arch.block_idx()[0]
+        tile, head, batch = place(tile, Int32(self.v_blocks(x)), x.v.shape[2])
+        v, out = x.v[None, None, head, batch], x.out_v[None, None, head, batch]
+        shift = None if const_expr(x.v_shift is None) else of_head(x.v_shift, head, batch)
+        if const_expr(cfg.transposed):
+            plan = self.layout.v_plan
+            stage = shared_words(self.stage_words(), Int32)
+            read = quantize_v.read_tile(plan, v, shift, tile)
+            if const_expr(not cfg.measures):  # V is on its way meanwhile
+                cute.arch.griddepcontrol_wait()
+            of_v = quantize_v.Values(v, out, self.scale_of_v(x, tile, head, batch))
+            quantize_v.transpose_tile(plan, of_v, read, stage, tile)
+        else:
+            quantize_v.shift_tile(self.layout, v, shift, out, tile)
+            if const_expr(not cfg.measures):
+                cute.arch.griddepcontrol_wait()
+
+    @cute.jit
+    def scale_of_v(self, x: Tensors, tile: Int32, head: Int32, batch: Int32):
+        """Of channels, in shared memory, or one."""
+        tidx, scale = cute.arch.thread_idx()[0], x.v_scale[None, head, batch]
+        if const_expr(self.cfg.v_by_channel):
+            return self.scales_of_v(x, tile, head, batch)
+        elif const_expr(x.tops is None):
+            return scale[0]
+        else:
+            largest = quantize_tops.largest_of(x.tops[None, None, head, batch])
+            if tile == 0 and tidx == 0:
+                scale[0] = quantize_rows.scale_of(largest)
+            return quantize_rows.scale_of(largest)
+
+    @cute.jit
+    def scales_of_v(self, x: Tensors, tile: Int32, head: Int32, batch: Int32):
+        tidx, width = cute.arch.thread_idx()[0], x.v.shape[1]
+        scales = shared_words(quantize_v.THREADS, Float32)
+        if const_expr(x.tops is None):
+            if tidx < width:
+                scales[tidx] = x.v_scale[tidx, head, batch]
+            cute.arch.barrier()
+        else:
+            of_head = x.tops[None, None, head, batch]
+            quantize_tops.scales_of(of_head, scales, self.layout.v_plan.channels)
+            if tile == 0 and tidx < width:
+                x.v_scale[tidx, head, batch] = scales[tidx]
+        return scales
+
+    # Shared memory of a CTA
 
     def stage_words(self) -> int:
         p = self.layout.v_plan
         return p.channels * p.words if self.cfg.transposed else 0
 
-    @cute.jit
-    def cast_keys(self, x: Tensors, stage: cute.Tensor, index: Int32, block: Int32):
-        blocks = cute.ceil_div(x.k.shape[0], quantize_rows.ROWS * self.cfg.tiles)
-        group, head, batch = place(index, blocks, x.k.shape[2])
-        table = self.table(stage)
-        maxima = cute.make_tensor(
-            table.iterator + cute.size(table), cute.make_layout((quantize_rows.WARPS, 2))
+    def rows_words(self) -> int:
+        raw = quantize_rows.raw_words(self.layout) // 2
+        words = raw + 2 * (self.layout.dim + quantize_rows.WARPS)
+        return max(words, quantize_tops.STAGE_WORDS if self.cfg.v_by_channel else 0)
+
+    def rows_stage(self, words: cute.Tensor) -> quantize_rows.Stage:
+        d, warps = self.layout.dim, quantize_rows.WARPS
+        raw = quantize_rows.raw_words(self.layout)
+        table = cute.recast_ptr(words.iterator + raw // 2, dtype=Float32)
+        return quantize_rows.Stage(
+            cute.make_tensor(cute.recast_ptr(words.iterator, dtype=self.dtype), raw),
+            cute.make_tensor(table, cute.make_layout((2, d), stride=(d, 1))),
+            cute.make_tensor(table + 2 * d, cute.make_layout((warps, 2))),
         )
-        of_k, first = self.head(x, x.k, head, head, batch), group * self.cfg.tiles
-        quantize_rows.quantise_keys(self.layout, of_k, table, maxima, first, block)
 
-    def table(self, stage: cute.Tensor):
-        shape = cute.make_layout((2, self.layout.dim), stride=(self.layout.dim, 1))
-        return cute.make_tensor(cute.recast_ptr(stage.iterator, dtype=Float32), shape)
+    # What a CTA works on
 
     @cute.jit
-    def cast_queries(self, x: Tensors, stage: cute.Tensor, index: Int32):
-        blocks = cute.ceil_div(x.q.shape[0], quantize_rows.ROWS * self.cfg.tiles)
-        group, head, batch = place(index, blocks, x.q.shape[2])
-        kv_head = head // (x.q.shape[2] // x.k.shape[2])
-        dots = x.dots[None, head, batch] if const_expr(x.dots is not None) else None
-        of_q = self.head(x, x.q, head, kv_head, batch)
-        first = group * self.cfg.tiles
-        quantize_rows.quantise_queries(self.layout, of_q, dots, self.table(stage), first)
+    def rows_of(self, t: cute.Tensor, index: Int32, sizes: Sizes):
+        """(head, batch, (first tile, tiles)) of q or K."""
+        tiles = cute.ceil_div(t.shape[0], quantize_rows.ROWS)
+        group, head, batch = place(index, cute.ceil_div(tiles, sizes.tiles), t.shape[2])
+        first = group * sizes.tiles
+        return head, batch, (first, cutlass.min(sizes.tiles, tiles - first))
 
     def head(self, x: Tensors, t, head: Int32, kv_head: Int32, batch: Int32):
         keys = t is x.k
         out, scale = (x.k8, x.k_scale) if keys else (x.q8, x.q_scale)
+        shift, given, balance = (
+            None if t is None else of_head(t, kv_head, batch)
+            for t in (x.k_shift, x.given, x.balance if keys else None)
+        )
+        measured = None if x.factors is None else of_head(x.factors[int(keys)], kv_head, batch)
         return quantize_rows.Head(
             t[None, None, head, batch],
             x.cos,
             x.sin,
-            None if x.k_shift is None else of_head(x.k_shift, kv_head, batch),
-            self.factor(x, int(keys), kv_head, batch),
+            shift,
+            quantize_rows.Factors(measured, given, x.signs, balance),
             out[None, None, head, batch],
             scale[None, head, batch],
         )
 
     @cute.jit
-    def cast_v(self, x: Tensors, stage: cute.Tensor, index: Int32):
-        tile, head, batch = place(index, Int32(self.v_blocks(x)), x.v.shape[2])
-        v, out = x.v[None, None, head, batch], x.out_v[None, None, head, batch]
-        shift = None if const_expr(x.v_shift is None) else of_head(x.v_shift, head, batch)
-        if const_expr(self.cfg.transposed):
-            of_v = quantize_v.Values(v, out, shift, x.v_scale[None, head, batch])
-            quantize_v.transpose_tile(self.layout.v_plan, of_v, stage, tile)
-        else:
-            quantize_v.shift_tile(self.layout, v, shift, out, tile)
+    def measure_tops(self, x: Tensors, words: cute.Tensor, index: Int32, rows: Int32):
+        chunk, head, batch = place(index, x.tops.shape[1], x.v.shape[2])
+        first = chunk * rows
+        quantize_tops.measure_chunk(
+            quantize_tops.Shape(
+                self.layout.problem.dtype, self.layout.lanes_v, self.cfg.v_by_channel
+            ),
+            x.v[None, None, head, batch],
+            None if const_expr(x.v_shift is None) else of_head(x.v_shift, head, batch),
+            x.tops[None, chunk, head, batch],
+            cute.make_tensor(
+                cute.recast_ptr(words.iterator, dtype=Float32), quantize_tops.STAGE_WORDS
+            ),
+            (first, cutlass.min(first + rows, x.v.shape[0])),
+        )
+
+
+def heads_of(t: cute.Tensor):
+    """Of all batches."""
+    return t.shape[2] * t.shape[3]
 
 
 # Compiling
@@ -397,7 +504,14 @@ class QuantizeSm90:
 def compile_quantize(problem: Problem, config: QuantizeConfig, options: str = ""):
     """Compile for the target in CUTE_DSL_ARCH; needs no GPU and no torch."""
     kernel = QuantizeSm90(problem, config)
-    for part in (kernel.measure, kernel.combine, kernel.measure_keys, kernel.cast, kernel.__call__):
+    for part in (
+        kernel.measure,
+        kernel.combine,
+        kernel.measure_keys,
+        kernel.cast,
+        kernel.cast_v,
+        kernel.__call__,
+    ):
         part.set_name_prefix(kernel.name, remove_cutlass_symbol=True, keep_mangled_name=False)
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
     return cute.compile(

@@ -1,5 +1,6 @@
 """Partial statistics (quantize_stats.py) -> shifts, balance, scales of V, factors of q and K: a CTA
-for a KV head of a batch, every channel a few threads. Chunks are added up in one order always.
+for a KV head of a batch and one for its V, every channel a few threads. Chunks are added up in one
+order always.
 """
 
 from typing import NamedTuple
@@ -8,15 +9,13 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from cute_attn.config import COUNT, HIGH, LOW, PIVOT, SQUARES, SUM
-from cute_attn.kernels.common.bits import from_bits
-from cute_attn.kernels.hopper.quantize_rows import finite, scale_of
-from cute_attn.kernels.hopper.quantize_stats import NAN, START, joined
+from cute_attn.config import COUNT, PIVOT, SQUARES, SUM
+from cute_attn.kernels.hopper.quantize_rows import scale_of
+from cute_attn.kernels.hopper.quantize_stats import START, joined
 
 THREADS = 1024
+UNROLL = 8  # chunks that are read at once
 WARPS = THREADS // 32
-TINY = 1e-30  # as in cute_attn.quantize
-MAX_BALANCE = 32.0
 
 
 class Parts(NamedTuple):
@@ -34,28 +33,44 @@ class Moments(NamedTuple):
 
 
 @cute.jit
-def total_of(
-    kinds: cutlass.Constexpr,
-    kind: cutlass.Constexpr[str],
-    parts: Parts,
-    heads: Int32,
-    stage: cute.Tensor,
-) -> Float32:
-    """Of thread tidx % width's channel, over some heads; the same number in all threads of a
-    channel. stage: THREADS words."""
+def totals(
+    kinds: cutlass.Constexpr[tuple[str, ...]], parts: Parts, heads: Int32, stage: cute.Tensor
+) -> list[Float32]:
+    """Of thread tidx % width's channel, over some heads; the same numbers in all threads of a
+    channel. stage: THREADS words a kind. All kinds are read at once: it is their latency that
+    takes the time."""
     tidx, width = cute.arch.thread_idx()[0], parts.x.shape[0]
-    at, plane = channel_of(width), const_expr(kinds.index(kind))
-    slices = THREADS // width
-    total = Float32(START.get(kind, 0.0))
-    for i in cutlass.range(tidx // width, heads * parts.chunks, slices, unroll=4):
-        head = i // parts.chunks
-        chunk = parts.first + i - head * parts.chunks
-        total = joined(kind, total, parts.x[at, chunk, plane, parts.first_head + head])
+    at, slices = channel_of(width), THREADS // width
+    sums = cute.make_rmem_tensor(len(kinds), Float32)
+    for n in cutlass.range_constexpr(len(kinds)):
+        sums[n] = Float32(START.get(kinds[n], 0.0))
+        if const_expr(kinds[n] == PIVOT):  # which all chunks have
+            sums[n] = parts.x[at, parts.first, n, parts.first_head]
+    i = tidx // width
+    head, over = i // parts.chunks, slices // parts.chunks  # divided here, and not in the loop
+    chunk, left = i - head * parts.chunks, slices - over * parts.chunks
+    for _ in cutlass.range(cute.ceil_div(heads * parts.chunks - i, slices), unroll=UNROLL):
+        for n in cutlass.range_constexpr(len(kinds)):
+            if const_expr(kinds[n] != PIVOT):
+                read = parts.x[at, parts.first + chunk, n, parts.first_head + head]
+                sums[n] = joined(kinds[n], sums[n], read)
+        chunk, head = chunk + left, head + over
+        wraps = chunk >= parts.chunks
+        chunk = cutlass.select_(wraps, chunk - parts.chunks, chunk)
+        head = cutlass.select_(wraps, head + 1, head)
     cute.arch.barrier()  # what was there is read
-    stage[tidx] = total
+    for n in cutlass.range_constexpr(len(kinds)):
+        stage[n * THREADS + tidx] = sums[n]
     cute.arch.barrier()
+    return [over_slices(kinds[n], stage, n * THREADS + at, width) for n in range(len(kinds))]
+
+
+@cute.jit
+def over_slices(
+    kind: cutlass.Constexpr[str], stage: cute.Tensor, at: Int32, width: Int32
+) -> Float32:
     total = stage[at]
-    for i in cutlass.range(1, slices, unroll=1):
+    for i in cutlass.range(1, THREADS // width, unroll=1):
         total = joined(kind, total, stage[i * width + at])
     return total
 
@@ -65,31 +80,22 @@ def channel_of(width: Int32) -> Int32:
     return cute.arch.thread_idx()[0] % width
 
 
-@cute.jit
-def moments(kinds: cutlass.Constexpr, parts: Parts, heads: Int32, stage: cute.Tensor) -> Moments:
-    """Means, 0 where nothing is finite. Squares are about the mean if there is a pivot, which
-    stands for it, else about what the sums are about."""
-    count = total_of(kinds, COUNT, parts, heads, stage)
-    count = cute.arch.fmax(count, Float32(1.0))
-    mean, square = Float32(0.0), Float32(0.0)
-    if const_expr(SUM in kinds):
-        mean = total_of(kinds, SUM, parts, heads, stage) / count
-    if const_expr(SQUARES in kinds):
-        square = total_of(kinds, SQUARES, parts, heads, stage) / count
-    if const_expr(PIVOT in kinds):
+def moments(kinds: tuple[str, ...], of: list[Float32]) -> Moments:
+    """Means, 0 where nothing is finite, from totals. Squares are about the mean if there is a
+    pivot, which stands for it, else about what the sums are about."""
+    of_kind = dict(zip(kinds, of))
+    count = cute.arch.fmax(of_kind[COUNT], Float32(1.0))
+    mean = of_kind[SUM] / count if SUM in kinds else Float32(0.0)
+    square = of_kind[SQUARES] / count if SQUARES in kinds else Float32(0.0)
+    if PIVOT in kinds:
         square = square - mean * mean
-        plane = const_expr(kinds.index(PIVOT))
-        mean = mean + parts.x[channel_of(parts.x.shape[0]), parts.first, plane, parts.first_head]
+        mean = mean + of_kind[PIVOT]
     return Moments(mean, square)
 
 
 @cute.jit
-def largest_distance(
-    kinds: cutlass.Constexpr, parts: Parts, shift: Float32, stage: cute.Tensor
-) -> Float32:
+def largest_distance(low: Float32, high: Float32, shift: Float32) -> Float32:
     """The largest |v - shift| of a channel's finite v, 0 without any."""
-    low = total_of(kinds, LOW, parts, Int32(1), stage)
-    high = total_of(kinds, HIGH, parts, Int32(1), stage)
     top = cute.arch.fmax(cute.math.absf(low - shift), cute.math.absf(high - shift))
     return top if low <= high else Float32(0.0)
 
@@ -103,31 +109,6 @@ def largest_of_cta(value: Float32, stage: cute.Tensor) -> Float32:
         stage[tidx // 32] = value
     cute.arch.barrier()
     return cute.arch.warp_reduction_max(stage[tidx % WARPS])
-
-
-# Balance
-
-
-@cute.jit
-def balance_of(of_k: Float32, of_q: Float32) -> Float32:
-    """The power of two next to sqrt(rms k / rms q), from mean squares; one that is infinite counts
-    as 0, as it does on the CPU."""
-    k = cute.arch.fmax(finite(of_k), Float32(TINY))
-    q = cute.arch.fmax(finite(of_q), Float32(TINY))
-    return exp2_of_integer((cute.math.log2(k) - cute.math.log2(q)) * 0.25)
-
-
-@cute.jit
-def power_of_two(x: Float32) -> Float32:
-    """Next to x > 0 by its logarithm; NaN for what has none."""
-    power = exp2_of_integer(cute.math.log2(x))
-    return power if x >= 0.0 else Float32(NAN)
-
-
-def exp2_of_integer(binades: Float32) -> Float32:
-    """Of the nearest one within limits, the even one of two."""
-    limited = cute.arch.fmax(cute.arch.fmin(binades, Float32(MAX_BALANCE)), Float32(-MAX_BALANCE))
-    return from_bits((cute.math.roundeven(limited).to(Int32) + 127) << 23)
 
 
 # Scales of blocks of keys that no tile holds

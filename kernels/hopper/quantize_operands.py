@@ -14,6 +14,7 @@ from cute_attn.kernels.hopper.fwd import reordered
 from cute_attn.problem import Problem
 
 TRANSPOSED = [2, 3, 1, 0]  # (batch, head, width, keys) -> (width, keys, head, batch)
+TOPS = [3, 2, 1, 0]
 PARTS = [3, 1, 0, 2]  # (planes, chunks, heads, width) -> (width, chunks, planes, heads)
 
 
@@ -39,6 +40,11 @@ class Layout:
         return self.cfg.hadamard
 
     @property
+    def quarters(self) -> bool:
+        """Whether threads share rows by quarters (hadamard.py)."""
+        return self.hadamard and not self.rope and hadamard.has_quarters(self.dim)
+
+    @property
     def rope(self) -> bool:
         return bool(self.cfg.rope)
 
@@ -53,10 +59,6 @@ class Layout:
     @property
     def tiles(self) -> int:
         return self.cfg.tiles
-
-    @property
-    def ahead(self) -> bool:
-        return self.cfg.ahead
 
     @property
     def v_plan(self) -> quantize_v.Plan:
@@ -77,10 +79,10 @@ class Layout:
 
     @property
     def block_min(self) -> int:
-        """CTAs of the last pass on an SM. What a thread holds of a row decides, and whether the
+        """CTAs with rows of q or K on an SM. What a thread holds of a row decides, and whether the
         assembler gets along with 64 registers without spilling, which must be seen from a build."""
         clean = self.dim % 32 == 0 or self.dim == 16
-        return 2 if clean and self.dim <= 128 and self.k_block and not self.ahead else 1
+        return 2 if clean and self.dim <= 128 and self.k_block and not self.rope else 1
 
 
 class Tensors(NamedTuple):
@@ -96,7 +98,7 @@ class Tensors(NamedTuple):
     given: cute.Tensor  # balance: fp32 (head_dim, head[, batch]), any positive numbers
     balance: cute.Tensor  # the same, powers of two; written
     signs: cute.Tensor  # fp32 (head_dim), of the Hadamard transform
-    factors: cute.Tensor  # fp32 (head_dim, 2, head[, batch]): of q, of K; scratch
+    factors: cute.Tensor  # of q, of K: fp32 (head_dim, head, batch), measured; scratch
     q8: cute.Tensor  # e4m3, as q
     k8: cute.Tensor
     out_v: cute.Tensor  # e4m3 (head_dim_v, padded keys, head, batch), or as v in 16 bit
@@ -104,6 +106,7 @@ class Tensors(NamedTuple):
     k_scale: cute.Tensor  # fp32 (blocks, head, batch)
     v_scale: cute.Tensor  # fp32 (head_dim_v or 1, head, batch)
     dots: cute.Tensor  # fp32 (seqlen_q, head, batch): q . k_shift
+    tops: cute.Tensor  # fp32 (head_dim_v or 1, chunks, head, batch): largest |v - shift|; scratch
     maxima: cute.Tensor  # fp32 (ceil(seqlen_k / 8), head, batch); scratch
     q_parts: cute.Tensor  # fp32 (head_dim, chunks of all batches, planes, head); scratch
     k_parts: cute.Tensor
@@ -116,6 +119,7 @@ class Sizes(NamedTuple):
     q_rows: Int32  # of a chunk
     k_rows: Int32
     k_block: Int32  # keys of a scale
+    tiles: Int32  # of q or K that a CTA takes
 
 
 @cute.jit

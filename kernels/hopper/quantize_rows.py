@@ -11,16 +11,20 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, const_expr
+from cutlass.cute.nvgpu import cpasync
 
 from cute_attn.kernels.common import vectors
-from cute_attn.kernels.common.bits import fma, from_bits, packed_e4m3, product
+from cute_attn.kernels.common.bits import fma, from_bits, moved, packed_e4m3, product
 from cute_attn.kernels.hopper import hadamard
 from cute_attn.kernels.hopper.hadamard import LANES, STRIDE, VECTOR, Values
+from cute_attn.kernels.hopper.quantize_balance import finite, power_of_two
 
 THREADS = 512
 ROWS = THREADS // LANES  # of a tile
 WARP_ROWS = 32 // LANES
 WARPS = THREADS // 32
+STAGES = 2  # tiles of which a thread's rows are in shared memory or on their way to it
+SLOT = 16  # bytes
 E4M3_MAX = 448.0
 MIN_SCALE = 2.0**-100  # as in cute_attn.quantize
 
@@ -32,37 +36,66 @@ class Head(NamedTuple):
     cos: cute.Tensor  # (at least seqlen, half of the rotated channels); None: no RoPE
     sin: cute.Tensor
     shift: cute.Tensor  # fp32 (head_dim); None: 0
-    factor: cute.Tensor  # fp32 (head_dim): the balance times the signs; None: 1
+    factors: "Factors"
     out: cute.Tensor  # e4m3 (seqlen, head_dim)
     scale: cute.Tensor  # fp32 (seqlen) or (blocks)
+
+
+class Factors(NamedTuple):
+    """Of channels, fp32 (head_dim) each; None: 1."""
+
+    measured: cute.Tensor  # in which the others are, if the balance was measured
+    given: cute.Tensor  # balance, any positive numbers
+    signs: cute.Tensor
+    balance: cute.Tensor  # where the first tile writes the given one as a power of two; None: no
+
+    @property
+    def some(self) -> bool:
+        return any(t is not None for t in self[:3])
+
+
+class Stage(NamedTuple):
+    """What a CTA has in shared memory."""
+
+    raw: cute.Tensor  # of the rows to come, see slots
+    table: cute.Tensor  # fp32 (2, head_dim), see fill_table
+    maxima: cute.Tensor  # fp32 (WARPS, 2)
 
 
 class Tiles(NamedTuple):
     """What a thread does tile after tile: of rows first, first + ROWS, ..."""
 
-    raw: cute.Tensor  # in registers, (VECTOR, vectors): the next row
-    table: cute.Tensor  # (2, head_dim) in shared memory, see fill_table
+    stage: Stage
+    reads: Int32  # addresses of slots: of the first one that the thread reads
+    writes: Int32  # and writes
     first: Int32
     count: Int32
+
+
+class Row(NamedTuple):
+    """What is cast but for norms."""
+
+    values: Values
+    signs: list[Float32]  # of vectors; None: 1
 
 
 # Tiles
 
 
 @cute.jit
-def quantise_queries(cfg: cutlass.Constexpr, x: Head, dots, table, first_tile: Int32):
+def quantise_queries(cfg: cutlass.Constexpr, x: Head, dots, stage: Stage, tiles):
     """dots (seqlen): q . shift, before the balance; None where there is no shift."""
     tidx, end = cute.arch.thread_idx()[0], x.x.shape[0]
-    t = begin(cfg, x, table, first_tile, const_expr(False))
+    t = begin(cfg, x, stage, tiles, const_expr(False))
     for i in cutlass.range(t.count, unroll=1):
-        row = t.first + i * ROWS
-        values, dot = transformed(cfg, x, t, i, const_expr(False))
-        top = of_quad(largest(cfg, values), const_expr(True))
+        row = moved(t.first) + i * ROWS  # addresses kept from tile to tile would spill
+        mine, dot = transformed(cfg, x, t, i, const_expr(False))
+        top = of_quad(largest(cfg, mine.values), const_expr(True))
         scale = scale_of(top)
         if const_expr(dots is not None):
             dot = of_quad(dot, const_expr(False))
         if row < end:
-            store(cfg, values, x.out[row, None], cute.arch.rcp_approx(scale))
+            store(cfg, mine, x.out[row, None], cute.arch.rcp_approx(scale))
             if tidx % LANES == 0:
                 x.scale[row] = scale
                 if const_expr(dots is not None):
@@ -70,77 +103,157 @@ def quantise_queries(cfg: cutlass.Constexpr, x: Head, dots, table, first_tile: I
 
 
 @cute.jit
-def quantise_keys(cfg: cutlass.Constexpr, x: Head, table, maxima, first_tile: Int32, block: Int32):
-    """maxima: (WARPS, 2) in shared memory. block: keys of a scale where no tile holds them all."""
+def quantise_keys(cfg: cutlass.Constexpr, x: Head, stage: Stage, tiles, block: Int32):
+    """block: keys of a scale where no tile holds them all."""
     tidx, end = cute.arch.thread_idx()[0], x.x.shape[0]
-    t = begin(cfg, x, table, first_tile, const_expr(True))
+    t = begin(cfg, x, stage, tiles, const_expr(True))
     for i in cutlass.range(t.count, unroll=1):
         row = t.first + i * ROWS
-        values, _ = transformed(cfg, x, t, i, const_expr(True))
+        mine, _ = transformed(cfg, x, t, i, const_expr(True))
         if const_expr(cfg.k_block == 0):
             scale = x.scale[cutlass.min(row, end - 1) // block]
         else:
-            top = cute.arch.warp_reduction_max(largest(cfg, values))
-            scale = scale_of(of_block(cfg, top, maxima[None, i % 2]))
+            top = cute.arch.warp_reduction_max(largest(cfg, mine.values))
+            scale = scale_of(of_block(cfg, top, stage.maxima[None, i % 2]))
         if row < end:
-            store(cfg, values, x.out[row, None], cute.arch.rcp_approx(scale))
+            store(cfg, mine, x.out[row, None], cute.arch.rcp_approx(scale))
             if const_expr(cfg.k_block != 0):
                 if tidx % (LANES * cfg.k_block) == 0:
                     x.scale[row // cfg.k_block] = scale
 
 
 @cute.jit
-def measure_keys(cfg: cutlass.Constexpr, x: Head, table, maxima, first_tile: Int32):
+def measure_keys(cfg: cutlass.Constexpr, x: Head, stage: Stage, tiles, maxima: cute.Tensor):
     """maxima (ceil(seqlen / 8)), of 8 keys each: what a warp holds."""
     tidx, end = cute.arch.thread_idx()[0], x.x.shape[0]
-    t = begin(cfg, x, table, first_tile, const_expr(True))
+    t = begin(cfg, x, stage, tiles, const_expr(True))
     for i in cutlass.range(t.count, unroll=1):
         row = t.first + i * ROWS
-        values, _ = transformed(cfg, x, t, i, const_expr(True))
-        top = cute.arch.warp_reduction_max(largest(cfg, values))
+        mine, _ = transformed(cfg, x, t, i, const_expr(True))
+        top = cute.arch.warp_reduction_max(largest(cfg, mine.values))
         if row < end and tidx % 32 == 0:
             maxima[row // WARP_ROWS] = top
 
 
 @cute.jit
-def begin(
-    cfg: cutlass.Constexpr, x: Head, table, first_tile: Int32, keys: cutlass.Constexpr
-) -> Tiles:
-    """The first row is on its way while the table is filled."""
-    shape = cute.make_layout((VECTOR, hadamard.vectors(cfg.dim)))
-    count = cutlass.min(cfg.tiles, cute.ceil_div(x.x.shape[0], ROWS) - first_tile)
-    t = Tiles(
-        cute.make_rmem_tensor(shape, x.x.element_type),
-        table,
-        first_tile * ROWS + cute.arch.thread_idx()[0] // LANES,
-        count,
-    )
-    load(cfg, x, t, Int32(0))
-    fill_table(cfg, x, table, keys)
+def begin(cfg: cutlass.Constexpr, x: Head, stage: Stage, tiles, keys: cutlass.Constexpr) -> Tiles:
+    """tiles: (the first, how many). Rows are on their way while the table is filled."""
+    first = tiles[0] * ROWS + cute.arch.thread_idx()[0] // LANES
+    t = Tiles(stage, *slots(cfg, stage.raw), first, tiles[1])
+    for tile in cutlass.range_constexpr(STAGES - 1):
+        load(cfg, x, t, Int32(tile))
+    fill_table(cfg, x, t, keys)
     return t
 
 
 @cute.jit
-def fill_table(cfg: cutlass.Constexpr, x: Head, table, keys: cutlass.Constexpr):
+def fill_table(cfg: cutlass.Constexpr, x: Head, t: Tiles, keys: cutlass.Constexpr):
     """Factors, and of queries the shift, of keys -shift * factor: (k - shift) * factor is one
     multiply-add then, to the same bits, since factors are powers of two."""
-    channel = cute.arch.thread_idx()[0]
+    channel, table = cute.arch.thread_idx()[0], t.stage.table
     if channel < cfg.dim:
-        factor = x.factor[channel] if const_expr(x.factor is not None) else Float32(1.0)
-        table[0, channel] = factor
+        factor = factor_of(x.factors, channel, t.first, keys)
+        place = table_place(cfg, channel)
+        table[0, place] = factor
         if const_expr(x.shift is not None):
             shift = x.shift[channel]
-            table[1, channel] = -shift * factor if const_expr(keys) else shift
+            table[1, place] = -shift * factor if const_expr(keys) else shift
     cute.arch.barrier()
 
 
 @cute.jit
+def factor_of(x: Factors, channel: Int32, row: Int32, keys: cutlass.Constexpr) -> Float32:
+    """row: the thread's first. Queries are multiplied by the balance, keys divided by it."""
+    factor = Float32(1.0)
+    if const_expr(x.measured is not None):
+        factor = x.measured[channel]
+    else:
+        if const_expr(x.signs is not None):
+            factor = x.signs[channel]
+        if const_expr(x.given is not None):
+            power = power_of_two(x.given[channel])
+            if const_expr(x.balance is not None):
+                if row < ROWS:
+                    x.balance[channel] = power
+            factor = factor / power if const_expr(keys) else factor * power
+    return factor
+
+
+@cute.jit
 def load(cfg: cutlass.Constexpr, x: Head, t: Tiles, tile: Int32):
-    """A row to come; what is outside is read inside."""
+    """The quad's row to come, into its slots, which no other quad reads or writes; what is outside
+    is read inside. One group a tile, whether there is one or not."""
     lane = cute.arch.lane_idx() % LANES
-    row = x.x[row_of(x, t, tile), None]
-    for j in cutlass.range_constexpr(hadamard.vectors(cfg.dim)):
-        cute.autovec_copy(vectors.at(row, column(cfg, j, lane), VECTOR), t.raw[None, j])
+    if tile < t.count:
+        row = x.x[row_of(x, t, tile), None]
+        for j in cutlass.range_constexpr(hadamard.vectors(cfg.dim)):
+            to = in_slot(x.x.element_type, written_slot(cfg, t, tile, j))
+            cute.copy(
+                copy_ahead(x.x.element_type), vectors.at(row, column(cfg, j, lane), VECTOR), to
+            )
+    cute.arch.cp_async_commit_group()
+
+
+def copy_ahead(dtype):
+    mode = cpasync.LoadCacheMode.GLOBAL
+    return cute.make_copy_atom(cpasync.CopyG2SOp(mode), dtype, num_bits_per_copy=128)
+
+
+# Slots: vectors of the quads' rows, in the order of the threads that read them. By stripes a thread
+# reads what it wrote. By quarters others wrote it, and owners change places in a quad, so that
+# threads which write at once do so next to each other, as those do which read at once
+
+
+def slots(cfg, raw: cute.Tensor) -> tuple[Int32, Int32]:
+    """Addresses of the thread's first vector, as it reads and as it writes."""
+    tidx, n = cute.arch.thread_idx()[0], hadamard.vectors(cfg.dim)
+    begin = raw.iterator.toint()
+    if not cfg.quarters:
+        return begin + tidx * SLOT, begin + tidx * SLOT
+    owner, i = tidx % LANES // n, tidx % LANES % n
+    place = i * THREADS + (tidx // LANES * LANES + (owner ^ exchange(n, i)))
+    return begin + tidx * SLOT, begin + place * SLOT
+
+
+def exchange(n: int, i: int | Int32):
+    """By what the owners of the i-th of n vectors change places."""
+    return i * max(1, LANES // n) % LANES
+
+
+def read_slot(cfg, t: Tiles, tile: Int32, i: int) -> Int32:
+    """Of the thread's i-th vector."""
+    change = exchange(hadamard.vectors(cfg.dim), i) if cfg.quarters else 0
+    return moved_slot(cfg, t.reads, tile, change, i)
+
+
+def written_slot(cfg, t: Tiles, tile: Int32, j: int) -> Int32:
+    """Where the thread puts what it reads 32j + 8 * lane channels into a row."""
+    if not cfg.quarters:
+        return moved_slot(cfg, t.writes, tile, 0, j)
+    n = hadamard.vectors(cfg.dim)
+    return moved_slot(cfg, t.writes, tile, j * LANES // n, j * LANES % n)
+
+
+def moved_slot(cfg, at: Int32, tile: Int32, change: int, i: int) -> Int32:
+    """From a tile's first slot; addresses are multiples of a quad's."""
+    at = at + tile % STAGES * (hadamard.vectors(cfg.dim) * THREADS * SLOT)
+    return (at ^ (change * SLOT)) + i * THREADS * SLOT
+
+
+def in_slot(kind, address: Int32) -> cute.Tensor:
+    pointer = cute.make_ptr(kind, address, cute.AddressSpace.smem, assumed_align=SLOT)
+    return cute.make_tensor(pointer, cute.make_layout(VECTOR))
+
+
+def from_slot(kind, address: Int32) -> cute.Tensor:
+    values = cute.make_rmem_tensor(VECTOR, kind)
+    cute.autovec_copy(in_slot(kind, address), values)
+    return values
+
+
+def raw_words(cfg) -> int:
+    """Of 16 bit, in all slots."""
+    return STAGES * hadamard.vectors(cfg.dim) * THREADS * VECTOR
 
 
 def row_of(x: Head, t: Tiles, tile: Int32) -> Int32:
@@ -152,30 +265,31 @@ def row_of(x: Head, t: Tiles, tile: Int32) -> Int32:
 
 @cute.jit
 def transformed(cfg: cutlass.Constexpr, x: Head, t: Tiles, tile: Int32, keys: cutlass.Constexpr):
-    """(what is cast but for norms, what the thread has of the dot product with the shift)."""
-    if const_expr(not cfg.ahead):
-        if tile > 0:
-            load(cfg, x, t, tile)
+    """(the row, what the thread has of the dot product with the shift)."""
+    load(cfg, x, t, tile + STAGES - 1)  # to the slots that the tile before this one had
+    cute.arch.cp_async_wait_group(STAGES - 1)
+    if const_expr(cfg.quarters):
+        cute.arch.sync_warp()  # others have read some of the thread's channels
     values, dot = scaled(cfg, x, t, tile, keys)
-    if const_expr(cfg.ahead):
-        if tile + 1 < t.count:
-            load(cfg, x, t, tile + 1)
-    if const_expr(cfg.hadamard):
+    signs = None
+    if const_expr(cfg.quarters):
+        values, signs = hadamard.transform_quarters([value for part in values for value in part])
+    elif const_expr(cfg.hadamard):
         values = hadamard.transform(values, cfg.dim)
-    return values, dot
+    return Row(values, signs), dot
 
 
 def scaled(cfg, x: Head, t: Tiles, tile: Int32, keys: bool):
     lane = cute.arch.lane_idx() % LANES
-    values = loaded(cfg, x, t, row_of(x, t, tile), lane)
+    values = loaded(cfg, x, t, tile, lane)
     dot = Float32(0.0)
     for j, vector in enumerate(values):
         col = column(cfg, j, lane)
         factor = shift = None
-        if x.factor is not None:
-            factor = floats(vectors.load(t.table[0, None], col, VECTOR))
+        if x.factors.some:
+            factor = of_table(cfg, t, 0, j, col)
         if x.shift is not None:
-            shift = floats(vectors.load(t.table[1, None], col, VECTOR))
+            shift = of_table(cfg, t, 1, j, col)
         if keys and shift is not None:
             if factor is None:
                 vector = [a + b for a, b in zip(vector, shift)]
@@ -196,11 +310,30 @@ def scaled(cfg, x: Head, t: Tiles, tile: Int32, keys: bool):
     return values, dot
 
 
-def loaded(cfg, x: Head, t: Tiles, row: Int32, lane: Int32) -> Values:
+def of_table(cfg, t: Tiles, row: int, j: int, col: Int32) -> list[Float32]:
+    if not cfg.quarters:
+        return floats(vectors.load(t.stage.table[row, None], col, VECTOR))
+    lane, words = cute.arch.lane_idx() % LANES, VECTOR // 2
+    places = [(2 * j + half) * LANES * words + lane * words for half in range(2)]
+    return [v for at in places for v in floats(vectors.load(t.stage.table[row, None], at, words))]
+
+
+def table_place(cfg, channel: Int32) -> Int32:
+    """By quarters, 16 bytes of all threads of a quad are next to each other."""
+    if not cfg.quarters:
+        return channel
+    words, quarter = VECTOR // 2, cfg.dim // LANES
+    at = channel % quarter
+    return (at // words * LANES + channel // quarter) * words + at % words
+
+
+def loaded(cfg, x: Head, t: Tiles, tile: Int32, lane: Int32) -> Values:
     """Rotated, in fp32; zeros outside."""
     cols = [column(cfg, j, lane) for j in range(hadamard.vectors(cfg.dim))]
-    values = [floats(t.raw[None, j]) for j in range(len(cols))]
+    places = [read_slot(cfg, t, tile, j) for j in range(len(cols))]
+    values = [floats(from_slot(x.x.element_type, place)) for place in places]
     if cfg.rope:
+        row = row_of(x, t, tile)
         cos, sin = x.cos[row, None], x.sin[row, None]
         if cfg.half % STRIDE == 0:
             values = rotated_pairs(cfg, values, cols, cos, sin)
@@ -301,18 +434,14 @@ def largest(cfg: cutlass.Constexpr, values: cutlass.Constexpr[list]) -> Float32:
 
 def largest_of(cfg, values: Values) -> Float32:
     """Before the norms but once: rounded products have the order of what they are products of."""
-    top = Float32(0.0)
-    for norm in dict.fromkeys(cfg.norms):
+    top, norms = Float32(0.0), [norm_of(cfg, j) for j in range(len(values))]
+    for norm in dict.fromkeys(norms):
         part = Float32(0.0)
-        for vector in (v for v, n in zip(values, cfg.norms) if n == norm):
+        for vector in (v for v, n in zip(values, norms) if n == norm):
             for value in vector:
                 part = cute.arch.fmax(part, cute.math.absf(value))
         top = cute.arch.fmax(top, part * norm)
     return top
-
-
-def finite(value: Float32) -> Float32:
-    return cutlass.select_(cute.math.absf(value) < Float32.inf, value, Float32(0.0))
 
 
 def of_quad(value: Float32, maximum: bool) -> Float32:
@@ -344,20 +473,35 @@ def scale_of(top: Float32) -> Float32:
 
 
 @cute.jit
-def store(cfg: cutlass.Constexpr, values: cutlass.Constexpr[list], row: cute.Tensor, inverse):
+def store(cfg: cutlass.Constexpr, mine: Row, row: cute.Tensor, inverse: Float32):
     """Times the norms and the scale's inverse, in e4m3."""
     lane = cute.arch.lane_idx() % LANES
-    for j in cutlass.range_constexpr(len(values)):
-        times = inverse * cfg.norms[j]
-        x = [value * times for value in values[j]]
-        words = cute.make_rmem_tensor(VECTOR // 4, Int32)
-        for i in cutlass.range_constexpr(VECTOR // 4):
-            words[i] = packed_e4m3(*x[4 * i : 4 * i + 4])
-        if const_expr((j + 1) * STRIDE <= cfg.dim):
+    for j in cutlass.range_constexpr(len(mine.values)):
+        times, n = inverse * norm_of(cfg, j), len(mine.values[j])
+        if const_expr(mine.signs is not None):
+            times = times * mine.signs[j]
+        words = cute.make_rmem_tensor(n // 4, Int32)
+        for i in cutlass.range_constexpr(n // 4):
+            # the sum with 0 leaves no -0, which a wrong sign would have made
+            four = [fma(value, times, Float32(0.0)) for value in mine.values[j][4 * i : 4 * i + 4]]
+            words[i] = packed_e4m3(*four)
+        if const_expr(cfg.quarters):
+            put(words, row, (j * LANES + lane) * n)
+        elif const_expr((j + 1) * STRIDE <= cfg.dim):
             put(words, row, j * STRIDE + lane * VECTOR)
         elif j * STRIDE + lane * VECTOR < cfg.dim:
             put(words, row, j * STRIDE + lane * VECTOR)
 
 
+def norm_of(cfg, j: int) -> float:
+    return cfg.norms[0 if cfg.quarters else j]
+
+
 def put(words: cute.Tensor, row: cute.Tensor, col: Int32):
-    cute.autovec_copy(cute.recast_tensor(words, row.element_type), vectors.at(row, col, VECTOR))
+    """16 bytes at a time."""
+    size = 4 * cute.size(words)
+    for i in range(0, size, 16):
+        n = min(size, 16)
+        part = cute.recast_tensor(words, row.element_type)
+        part = cute.make_tensor(part.iterator + i, cute.make_layout(n))
+        cute.autovec_copy(part, vectors.at(row, col + i, n))

@@ -16,13 +16,13 @@ from cutlass import Float32, Int32, const_expr
 from cute_attn.config import COUNT, HIGH, LOW, PIVOT, SQUARES, SUM
 from cute_attn.kernels.common import vectors
 from cute_attn.kernels.common.bits import fma
-from cute_attn.kernels.hopper.quantize_rows import finite, floats, rotated
+from cute_attn.kernels.hopper.quantize_balance import NAN, finite
+from cute_attn.kernels.hopper.quantize_rows import floats, rotated
 
 THREADS = 256
 VECTOR = 8
 IN_FLIGHT = 4  # rows of which a thread reads a vector before it waits for one
 START = {LOW: float("inf"), HIGH: -float("inf")}
-NAN = float("nan")
 
 Kinds = tuple[str, ...]  # which statistics of a tensor are taken, in the order of their planes
 

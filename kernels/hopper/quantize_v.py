@@ -27,8 +27,7 @@ class Values(NamedTuple):
 
     v: cute.Tensor  # (seqlen_k, head_dim_v)
     vt: cute.Tensor  # e4m3 (head_dim_v, padded keys)
-    shift: cute.Tensor  # fp32 (head_dim_v); None: 0
-    scale: cute.Tensor  # fp32 (1) or (head_dim_v); None: v is e4m3 already
+    scale: cute.Tensor | Float32  # (channels) in shared memory, or one; None: v is e4m3 already
 
 
 class Plan(NamedTuple):
@@ -54,11 +53,12 @@ class Plan(NamedTuple):
 
 
 def plan(head_dim_v: int, bits: int, by_channel: bool = False) -> Plan:
-    """A tile gives every warp as many chunks of a strip to read."""
+    """A tile gives every warp as many chunks of a strip to read; two of 16 bits, for what a warp
+    does but once takes as many instructions as a chunk."""
     vector = 128 // bits
     strips = -(-head_dim_v // (8 * vector))
     keys = v_layout.PADDING
-    while strips * keys // CHUNK % WARPS:
+    while strips * keys // CHUNK % (WARPS * bits // 8):
         keys *= 2
     return Plan(vector, strips, keys, by_channel)
 
@@ -67,15 +67,36 @@ def tiles(p: Plan, padded):
     return -(-padded // p.keys)
 
 
+class Read(NamedTuple):
+    """What a thread has of a chunk: of four keys, and the shift of its channels."""
+
+    keys: list[cute.Tensor]
+    shift: cute.Tensor  # None: 0
+
+
+def read_tile(p: Plan, v: cute.Tensor, shift, tile: Int32) -> list[Read]:
+    """On its way: the chunks of strips that the warp reads."""
+    raw = [keys_of_word(p, v, tile, unit) for unit in units(p)]
+    if shift is None:
+        return [Read(keys, None) for keys in raw]
+    # a warp has one strip, if their number allows it
+    own = units(p) if WARPS % p.strips else units(p)[:1]
+    read = [vectors.load(shift, inside(p, v, unit), p.vector) for unit in own]
+    return [Read(keys, read[i % len(read)]) for i, keys in enumerate(raw)]
+
+
+def units(p: Plan) -> list[Int32]:
+    return [cute.arch.warp_idx() + i * WARPS for i in range(p.strips * p.chunks // WARPS)]
+
+
 @cute.jit
-def transpose_tile(p: cutlass.Constexpr, x: Values, stage: cute.Tensor, tile: Int32):
-    """stage: (channels * words) of Int32 in shared memory."""
-    tidx, warp = cute.arch.thread_idx()[0], cute.arch.warp_idx()
-    units = p.strips * p.chunks // WARPS  # chunks of a strip that a warp reads
-    places = [(warp + i * WARPS) for i in range(units)]
-    read = [keys_of_word(p, x.v, tile, unit) for unit in places]
-    for unit, raw in zip(places, read):
-        words_to_stage(p, x, raw, stage, tile, unit)
+def transpose_tile(
+    p: cutlass.Constexpr, x: Values, read: cutlass.Constexpr, stage: cute.Tensor, tile: Int32
+):
+    """read: from read_tile. stage: (channels * words) of Int32 in shared memory."""
+    tidx = cute.arch.thread_idx()[0]
+    for unit, mine in zip(units(p), read):
+        words_to_stage(p, x, mine, stage, tile, unit)
     cute.arch.barrier()
     for i in cutlass.range_constexpr(p.channels * p.chunks // THREADS):
         item = i * THREADS + tidx
@@ -92,7 +113,7 @@ def transpose_tile(p: cutlass.Constexpr, x: Values, stage: cute.Tensor, tile: In
 def keys_of_word(p: Plan, v: cute.Tensor, tile: Int32, unit: Int32) -> list[cute.Tensor]:
     """The thread's channels of the four keys; what is outside is read inside."""
     lane, last = cute.arch.lane_idx(), v.shape[0] - 1
-    col = cutlass.min(column(p, unit), v.shape[1] - p.vector)
+    col = inside(p, v, unit)
     first = tile * p.keys + unit // p.strips * CHUNK
     keys = [first + v_layout.key_at(lane % QUAD * WORD + j) for j in range(WORD)]
     return [vectors.load(v[cutlass.min(key, last), None], col, p.vector) for key in keys]
@@ -103,9 +124,14 @@ def column(p: Plan, unit: Int32) -> Int32:
     return (unit % p.strips * 8 + cute.arch.lane_idx() // QUAD) * p.vector
 
 
-def words_to_stage(p: Plan, x: Values, raw: list, stage: cute.Tensor, tile: Int32, unit: Int32):
+def inside(p: Plan, v: cute.Tensor, unit: Int32) -> Int32:
+    """The same, for what is outside where v has them."""
+    return cutlass.min(column(p, unit), v.shape[1] - p.vector)
+
+
+def words_to_stage(p: Plan, x: Values, read: Read, stage: cute.Tensor, tile: Int32, unit: Int32):
     lane = cute.arch.lane_idx()
-    words = codes(p, x, raw, column(p, unit)) if x.scale is not None else bytes_apart(raw)
+    words = codes(p, x, read, unit) if x.scale is not None else bytes_apart(read.keys)
     keep = there(x.v.shape[0], tile * p.keys + unit // p.strips * CHUNK, lane % QUAD)
     at = place(p, column(p, unit), unit // p.strips) + lane % QUAD
     for e, word in enumerate(words):
@@ -141,18 +167,18 @@ def four_words(stage: cute.Tensor, at: Int32) -> cute.Tensor:
 # Words of four keys
 
 
-def codes(p: Plan, x: Values, raw: list[cute.Tensor], col: Int32) -> list[Int32]:
+def codes(p: Plan, x: Values, read: Read, unit: Int32) -> list[Int32]:
     """(v - shift) / scale of every channel."""
     n = p.vector
-    col = cutlass.min(col, x.v.shape[1] - n)
-    keys = [floats(t) for t in raw]
-    if x.shift is not None:
-        shift = floats(vectors.load(x.shift, col, n))
+    keys = [floats(t) for t in read.keys]
+    if read.shift is not None:
+        shift = floats(read.shift)
         keys = [[a - b for a, b in zip(key, shift)] for key in keys]
     if p.by_channel:
-        inverse = [cute.arch.rcp_approx(s) for s in floats(vectors.load(x.scale, col, n))]
+        scale = floats(vectors.load(x.scale, column(p, unit), n))
     else:
-        inverse = [cute.arch.rcp_approx(x.scale[0])] * n
+        scale = [x.scale]
+    inverse = [cute.arch.rcp_approx(s) for s in scale] * (n // len(scale))
     return [packed_e4m3(*(key[e] * inverse[e] for key in keys)) for e in range(n)]
 
 

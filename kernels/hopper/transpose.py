@@ -36,8 +36,9 @@ class TransposeSm90:
         tiles = cute.ceil_div(vt.shape[1], self.plan.keys)
         tile, head, batch = place(cute.arch.block_idx()[0], Int32(tiles), v.shape[2])
         stage = shared_words(self.plan.channels * self.plan.words, Int32)
-        x = quantize_v.Values(v[None, None, head, batch], vt[None, None, head, batch], None, None)
-        quantize_v.transpose_tile(self.plan, x, stage, tile)
+        x = quantize_v.Values(v[None, None, head, batch], vt[None, None, head, batch], None)
+        read = quantize_v.read_tile(self.plan, x.v, None, tile)
+        quantize_v.transpose_tile(self.plan, x, read, stage, tile)
 
 
 def compile_transpose(problem: Problem, config: TransposeConfig, options: str = ""):
