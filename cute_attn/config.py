@@ -294,7 +294,7 @@ class QuantizeConfig:
         for name in ("k_shift", "v_shift", "balance"):
             _check_allowed(self, name, SOURCES)
         _check_allowed(self, "k_block", (0, *ONE_TILE))
-        _check_allowed(self, "tiles", range(1, 65))
+        _check_allowed(self, "tiles", range(2, 65))
 
     @property
     def scaled(self) -> bool:

@@ -10,6 +10,7 @@ Source: FlashAttention-3 (arXiv 2407.08608), section 3.3, for H and block scales
 it spreads them over all channels: s, which evens out the two, goes with it.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 
@@ -135,9 +136,7 @@ def quantize_qkv(
     """
     given, options = (k_shift, v_shift, qk_balance), (preset, hadamard_seed, k_block, v_scales)
     if _has_kernels(q):
-        from cute_attn import quantize_launch
-
-        pack = quantize_launch.quantize_qkv(
+        pack = _launches().quantize_qkv(
             q, k, v, preset, hadamard_seed, *given, cos, sin, k_block, v_scales
         )
         if pack is not None:
@@ -163,6 +162,13 @@ def quantize_qkv(
         *t[3:],
         hadamard_seed,
     )
+
+
+@functools.cache
+def _launches() -> Any:
+    from cute_attn import quantize_launch
+
+    return quantize_launch
 
 
 def _has_kernels(q: object) -> bool:
@@ -197,9 +203,7 @@ def channel_statistics(
     logarithm.
     """
     if _has_kernels(q):
-        from cute_attn import quantize_launch
-
-        found = quantize_launch.channel_statistics(q, k, v, cos, sin)
+        found = _launches().channel_statistics(q, k, v, cos, sin)
         if found is not None:
             return found
     _check_inputs(q, k, v)

@@ -5,7 +5,7 @@ torch's current stream. Checks are those of quantize.py, made once for a plan.
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,16 +33,15 @@ class Plan:
     config: QuantizeConfig
     device: torch.device
     index: int  # of the device; -1: nothing to launch
-    dtype: torch.dtype
-    preset: str
     seed: int | None
-    k_block: int  # as the pack has it
     by_head: bool  # one scale of K a head
+    transposed: bool  # V becomes vt
     direct: bool  # q, k and v can be read as they are, if their bases are aligned
     plain: bool  # and so can shifts, balance, cos and sin
+    vectors: tuple[int, ...]  # which of those are given
     rows: tuple[int, int, int]  # of a chunk of q and of k, keys that share a scale
     layouts: dict[str, Layout]
-    kind: object = field(default_factory=object)  # of packs whose layouts the key determines
+    constants: dict[str, object]  # of packs, among them kind, where the key determines layouts
     signs: Tensor | None = None
     kernel: jit.Kernel | None = None
 
@@ -85,13 +84,17 @@ def find(
     """The plan of quantize_qkv with these vectors and options, after its checks if it is new."""
     key: tuple[object, ...] = ()
     plan = None
+    k_shift, v_shift, balance, cos, sin = given
     try:
         key = (
             q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(),
             q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
             *options, type(options[1]), type(options[2]),
-            *(t if t is None or t is False else (t.shape, t.stride(), t.dtype, t.device)
-              for t in given),
+            k_shift if k_shift is None or k_shift is False else _kind(k_shift),
+            v_shift if v_shift is None or v_shift is False else _kind(v_shift),
+            balance if balance is None or balance is False else _kind(balance),
+            cos if cos is None else _kind(cos),
+            sin if sin is None else _kind(sin),
         )  # fmt: skip
         plan = _plans.get(key)
     except (AttributeError, TypeError, RuntimeError):  # no dense tensors, or not hashable
@@ -102,11 +105,16 @@ def find(
     return plan
 
 
+def _kind(t: Tensor) -> tuple[object, ...]:
+    return t.shape, t.stride(), t.dtype, t.device
+
+
 def quantise(plan: Plan, q: Tensor, k: Tensor, v: Tensor, given: Vectors) -> QuantizedQKV:
     """The tensors' device is current here."""
     if plan.kernel is None:
         _bind(plan)
-    q, k, v = _readable(plan, q, k, v)
+    if not plan.direct or (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
+        q, k, v = map(launch.loadable, (q, k, v))
     k_shift, v_shift, balance, cos, sin = _vectors(plan, given)
     empty = launch._empty
     of = {name: empty(*layout) for name, layout in plan.layouts.items()}
@@ -136,29 +144,22 @@ def _pack(
     k_shift: Tensor | None,
     v_shift: Tensor | None,
 ) -> QuantizedQKV:
-    get, transposed = of.get, plan.config.transposed
+    get = of.get
     out_v, k_descale = get("out_v"), of["k_descale"]
-    fields: dict[str, Any] = {
-        "q": of["q"],
-        "k": of["k"],
-        "v": None if transposed else v if out_v is None else out_v,
-        "q_descale": of["q_descale"],
-        "k_descale": k_descale[:, :, 0] if plan.by_head else k_descale,
-        "v_descale": get("v_descale"),
-        "k_block": plan.k_block,
-        "preset": plan.preset,
-        "dtype": plan.dtype,
-        "q_dot_k_shift": get("dots"),
-        "k_shift": k_shift,
-        "v_shift": v_shift,
-        "qk_balance": get("balance"),
-        "hadamard_seed": plan.seed,
-        "vt": out_v if transposed else None,
-    }
-    if out_v is not None:  # else v is the caller's, or a copy with other strides
-        fields["kind"] = plan.kind
     pack = object.__new__(QuantizedQKV)
-    vars(pack).update(fields)  # a frozen dataclass's own __init__ takes several times as long
+    fields: dict[str, Any] = pack.__dict__  # a frozen dataclass's own __init__ takes far longer
+    fields.update(plan.constants)
+    fields["q"], fields["k"] = of["q"], of["k"]
+    fields["q_descale"], fields["v_descale"] = of["q_descale"], get("v_descale")
+    fields["k_descale"] = k_descale[:, :, 0] if plan.by_head else k_descale
+    fields["q_dot_k_shift"], fields["qk_balance"] = get("dots"), get("balance")
+    fields["k_shift"], fields["v_shift"] = k_shift, v_shift
+    if plan.transposed:
+        fields["v"], fields["vt"] = None, out_v
+    else:
+        fields["v"], fields["vt"] = v if out_v is None else out_v, None
+    if out_v is None:  # v is the caller's, or a copy with other strides
+        del fields["kind"]
     return pack
 
 
@@ -202,8 +203,12 @@ def _readable(plan: Plan, *tensors: Tensor) -> tuple[Tensor, ...]:
 def _vectors(plan: Plan, given: Vectors) -> list[Tensor | None]:
     """Of what the caller gave, False taken as None: vectors as contiguous fp32, angles with rows
     that can be read 16 bytes at a time."""
-    if plan.plain and not any(t.data_ptr() & 15 for t in given if isinstance(t, Tensor)):
-        return [None if t is False else t for t in given]
+    if plan.plain:
+        bits = 0
+        for i in plan.vectors:
+            bits |= given[i].data_ptr()  # type: ignore[union-attr]
+        if not bits & 15:
+            return [None if t is False else t for t in given]
     return [*map(_fp32, given[:3]), *(_angles(plan, t) for t in given[3:])]
 
 
@@ -258,15 +263,21 @@ def make_plan(
         config,
         q.device,
         -1 if empty else q.device.index or 0,
-        q.dtype,
-        preset,
         seed,
-        block or quantize.K_BLOCK,
         block is None,
+        config.transposed,
         all(map(launch._loadable_strides, tensors)),
         _all_plain(given, config),
+        tuple(i for i, t in enumerate(given) if isinstance(t, Tensor)),
         rows,
         _layouts(q, k, v, config, rows),
+        {
+            "k_block": block or quantize.K_BLOCK,
+            "preset": preset,
+            "dtype": q.dtype,
+            "hadamard_seed": seed,
+            "kind": object(),
+        },
     )
 
 

@@ -48,7 +48,7 @@ CLASSES += [
         ("bf16", replace(GIVEN, k_block=16, v_by_channel=True)),
         ("fp16", replace(MEASURED, v_by_channel=True)),
         ("bf16", replace(GIVEN, keep_v=True)),
-        ("bf16", replace(GIVEN, tiles=1)),
+        ("bf16", replace(GIVEN, tiles=8)),
         ("bf16", replace(GIVEN, k_shift="sequence", v_shift="sequence", balance="sequence")),
     )
 ]

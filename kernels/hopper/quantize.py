@@ -153,7 +153,8 @@ class QuantizeSm90:
                 grid=(self.v_tiles(x), 1, 1),
                 block=(quantize_v.THREADS, 1, 1),
                 stream=stream,
-                min_blocks_per_mp=2,
+                # three strips are three chunks of a warp, which 64 registers do not hold
+                min_blocks_per_mp=1 if self.layout.v_plan.strips == 3 else 2,
                 preferred_smem_carveout=CARVEOUT,
                 use_pdl=True,
             )

@@ -58,7 +58,7 @@ def plan(head_dim_v: int, bits: int, by_channel: bool = False) -> Plan:
     vector = 128 // bits
     strips = -(-head_dim_v // (8 * vector))
     keys = v_layout.PADDING
-    while strips * keys // CHUNK % (WARPS * bits // 8):
+    while strips * keys // CHUNK % WARPS or strips * keys // CHUNK < WARPS * bits // 8:
         keys *= 2
     return Plan(vector, strips, keys, by_channel)
 
