@@ -136,7 +136,7 @@ def quantize_qkv(
     """
     given, options = (k_shift, v_shift, qk_balance), (preset, hadamard_seed, k_block, v_scales)
     if _has_kernels(q):
-        pack = _launches().quantize_qkv(
+        pack: QuantizedQKV | None = _launches().quantize_qkv(
             q, k, v, preset, hadamard_seed, *given, cos, sin, k_block, v_scales
         )
         if pack is not None:
@@ -203,7 +203,7 @@ def channel_statistics(
     logarithm.
     """
     if _has_kernels(q):
-        found = _launches().channel_statistics(q, k, v, cos, sin)
+        found: ChannelStatistics | None = _launches().channel_statistics(q, k, v, cos, sin)
         if found is not None:
             return found
     _check_inputs(q, k, v)

@@ -5,7 +5,7 @@ torch's current stream. Checks are those of quantize.py, made once for a plan.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ class Plan:
     index: int  # of the device; -1: nothing to launch
     seed: int | None
     by_head: bool  # one scale of K a head
-    transposed: bool  # V becomes vt
+    out_v: str  # what the pack calls V
     direct: bool  # q, k and v can be read as they are, if their bases are aligned
     plain: bool  # and so can shifts, balance, cos and sin
     vectors: tuple[int, ...]  # which of those are given
@@ -121,9 +121,9 @@ def quantise(plan: Plan, q: Tensor, k: Tensor, v: Tensor, given: Vectors) -> Qua
     get = of.get
     k_shift, v_shift = get("k_shift", k_shift), get("v_shift", v_shift)
     plan.kernel(  # type: ignore[misc]
-        q, k, v, cos, sin, k_shift, v_shift, balance, get("balance"), plan.signs,
-        of["q"], of["k"], get("out_v"), of["q_descale"], of["k_descale"], get("v_descale"),
-        get("dots"), of["scratch"], *plan.rows,
+        q, k, v, cos, sin, k_shift, v_shift, balance, get("qk_balance"), plan.signs,
+        of["q"], of["k"], get(plan.out_v), of["q_descale"], of["k_descale"], get("v_descale"),
+        get("q_dot_k_shift"), of.pop("scratch"), *plan.rows,
     )  # fmt: skip
     return _pack(plan, of, v, k_shift, v_shift)
 
@@ -133,6 +133,7 @@ def shapes(plan: Plan) -> QuantizedQKV:
     of = {
         name: torch.empty_strided(shape, stride, dtype=dtype, device="meta")
         for name, (shape, stride, dtype) in plan.layouts.items()
+        if name != "scratch"
     }
     return _pack(plan, of, None, of.get("k_shift"), of.get("v_shift"))
 
@@ -144,22 +145,17 @@ def _pack(
     k_shift: Tensor | None,
     v_shift: Tensor | None,
 ) -> QuantizedQKV:
-    get = of.get
-    out_v, k_descale = get("out_v"), of["k_descale"]
+    """of: what was allocated, by the pack's names."""
     pack = object.__new__(QuantizedQKV)
-    fields: dict[str, Any] = pack.__dict__  # a frozen dataclass's own __init__ takes far longer
-    fields.update(plan.constants)
-    fields["q"], fields["k"] = of["q"], of["k"]
-    fields["q_descale"], fields["v_descale"] = of["q_descale"], get("v_descale")
-    fields["k_descale"] = k_descale[:, :, 0] if plan.by_head else k_descale
-    fields["q_dot_k_shift"], fields["qk_balance"] = get("dots"), get("balance")
-    fields["k_shift"], fields["v_shift"] = k_shift, v_shift
-    if plan.transposed:
-        fields["v"], fields["vt"] = None, out_v
-    else:
-        fields["v"], fields["vt"] = v if out_v is None else out_v, None
-    if out_v is None:  # v is the caller's, or a copy with other strides
-        del fields["kind"]
+    held: dict[str, Any] = pack.__dict__  # a frozen dataclass's own __init__ takes far longer
+    held.update(plan.constants)
+    held.update(of)
+    held["k_shift"], held["v_shift"] = k_shift, v_shift
+    if plan.by_head:
+        held["k_descale"] = held["k_descale"][:, :, 0]
+    if plan.out_v not in of:  # v is the caller's, or a copy with other strides
+        held["v"] = v
+        del held["kind"]
     return pack
 
 
@@ -183,9 +179,9 @@ def channel_statistics(
         q, k, v = _readable(plan, q, k, v)
         cos, sin = _vectors(plan, given)[3:]
         of = {name: launch._empty(*layout) for name, layout in plan.layouts.items()}
-        found = of["k_shift"], of["v_shift"], of["balance"]
+        found = of["k_shift"], of["v_shift"], of["qk_balance"]
         plan.kernel(  # type: ignore[misc]
-            q, k, v, cos, sin, of["k_shift"], of["v_shift"], None, of["balance"],
+            q, k, v, cos, sin, of["k_shift"], of["v_shift"], None, of["qk_balance"],
             *(None,) * 8, of["scratch"], *plan.rows,
         )  # fmt: skip
     return ChannelStatistics(*found)
@@ -265,13 +261,14 @@ def make_plan(
         -1 if empty else q.device.index or 0,
         seed,
         block is None,
-        config.transposed,
+        _name_of_v(config),
         all(map(launch._loadable_strides, tensors)),
         _all_plain(given, config),
         tuple(i for i, t in enumerate(given) if isinstance(t, Tensor)),
         rows,
         _layouts(q, k, v, config, rows),
-        {
+        dict.fromkeys((f.name for f in fields(QuantizedQKV)), None)
+        | {
             "k_block": block or quantize.K_BLOCK,
             "preset": preset,
             "dtype": q.dtype,
@@ -326,10 +323,14 @@ def _chunk(seqlen: int) -> int:
     return max(CHUNK, round_up(-(-seqlen // MAX_CHUNKS), CHUNK))
 
 
+def _name_of_v(config: QuantizeConfig) -> str:
+    return "vt" if config.transposed else "v"
+
+
 def _layouts(
     q: Tensor, k: Tensor, v: Tensor, config: QuantizeConfig, rows: tuple[int, int, int]
 ) -> dict[str, Layout]:
-    """Of all that a call allocates."""
+    """Of all that a call allocates, by the pack's names."""
     batch, seqlen_q, heads_q, dim = q.shape
     seqlen_k, heads_kv, dim_v = v.shape[1:]
     sequences = () if config.statistics else (batch,)
@@ -339,20 +340,20 @@ def _layouts(
         shapes["q_descale"] = batch, heads_q, seqlen_q
         shapes["k_descale"] = batch, heads_kv, -(-seqlen_k // rows[2])
         if config.k_shift != "none":
-            shapes["dots"] = batch, heads_q, seqlen_q
+            shapes["q_dot_k_shift"] = batch, heads_q, seqlen_q
         if config.transposed:
-            shapes["out_v"] = fp8_prepare.vt_shape(v)
+            shapes[_name_of_v(config)] = fp8_prepare.vt_shape(v)
             shapes["v_descale"] = batch, heads_kv, *((dim_v,) if config.v_by_channel else ())
         elif config.v_shift != "none":
-            shapes["out_v"] = tuple(v.shape)
+            shapes[_name_of_v(config)] = tuple(v.shape)
     if config.k_shift == "measured":
         shapes["k_shift"] = *sequences, heads_kv, dim
     if config.v_shift == "measured":
         shapes["v_shift"] = *sequences, heads_kv, dim_v
     if config.balance != "none":
-        shapes["balance"] = *(() if config.balance == "head" else sequences), heads_kv, dim
+        shapes["qk_balance"] = *(() if config.balance == "head" else sequences), heads_kv, dim
     shapes["scratch"] = (scratch_words(q, k, v, config, rows),)
-    dtypes = {"q": E4M3, "k": E4M3, "out_v": E4M3 if config.transposed else v.dtype}
+    dtypes = {"q": E4M3, "k": E4M3, "vt": E4M3, "v": v.dtype}
     return {
         name: (shape, launch._contiguous_stride(shape), dtypes.get(name, torch.float32))
         for name, shape in shapes.items()

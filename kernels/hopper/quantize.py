@@ -47,7 +47,9 @@ from cute_attn.kernels.hopper.quantize_operands import (
 from cute_attn.problem import Problem
 
 RANGES = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16, "fp32": Float32}
-CARVEOUT = 50  # percent of an SM's memory as shared; left out, the compiler would ask a GPU
+# percent of an SM's memory as shared; left out, the compiler would ask a GPU. One for all launches:
+# an SM that has to divide it anew runs nothing meanwhile, and two launches not side by side
+CARVEOUT = 100
 SLOTS = 264  # CTAs of rows that a large GPU holds: a call has twice as many, or one tile each
 
 
@@ -140,7 +142,7 @@ class QuantizeSm90:
                 block=(quantize_rows.THREADS, 1, 1),
                 stream=stream,
                 min_blocks_per_mp=self.layout.block_min,
-                preferred_smem_carveout=100,
+                preferred_smem_carveout=CARVEOUT,
                 use_pdl=cfg.measures or cfg.k_block == 0,
             )
             if const_expr(cfg.direct):
@@ -167,7 +169,7 @@ class QuantizeSm90:
             block=(quantize_rows.THREADS, 1, 1),
             stream=stream,
             min_blocks_per_mp=self.layout.block_min,
-            preferred_smem_carveout=100,
+            preferred_smem_carveout=CARVEOUT,
             use_pdl=cfg.measures,
         )
         groups = sizes.k_block // quantize_rows.WARP_ROWS

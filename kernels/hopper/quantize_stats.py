@@ -66,13 +66,33 @@ def measure_chunk(
     pivot = pivot_of(shape.half, m, col)
     sums = start(shape.kinds)
     at, step = first + tidx // shape.lanes, groups * IN_FLIGHT
-    for i in cutlass.range(cute.ceil_div(end - first, step), unroll=1):
-        add_rows(shape, m, sums, pivot, col, (at + i * step, groups, end))
+    begin = (end - first) // step  # passes whose rows are all there
+    for i in cutlass.range(begin, unroll=1):
+        add_rows(shape, m, sums, pivot, col, (at + i * step, groups, end), const_expr(False))
+    begin = counted(shape.kinds, sums, begin)
+    for i in cutlass.range(begin, cute.ceil_div(end - first, step), unroll=1):
+        add_rows(shape, m, sums, pivot, col, (at + i * step, groups, end), const_expr(True))
     if const_expr(PIVOT in shape.kinds):
         for e in cutlass.range_constexpr(VECTOR):
             sums[shape.kinds.index(PIVOT)][e] = pivot[e]
     for n in cutlass.range_constexpr(len(shape.kinds)):
         fold(shape.kinds[n], sums[n], stage, shape.lanes, m.parts[None, n])
+
+
+@cute.jit
+def counted(kinds: cutlass.Constexpr, sums: list, passes: Int32) -> Int32:
+    """How many of the passes stand. All but the count is there; all is taken again if something was
+    not finite, which is rare."""
+    stand = passes
+    if not all_finite(sums):
+        stand = Int32(0)
+    for n in cutlass.range_constexpr(len(kinds)):
+        for e in cutlass.range_constexpr(VECTOR):
+            value = sums[n][e]
+            if const_expr(kinds[n] == COUNT):
+                value = Float32(passes * IN_FLIGHT)
+            sums[n][e] = cutlass.select_(stand > 0, value, Float32(START.get(kinds[n], 0.0)))
+    return stand
 
 
 def start(kinds: Kinds) -> list[cute.Tensor]:
@@ -82,15 +102,31 @@ def start(kinds: Kinds) -> list[cute.Tensor]:
     return sums
 
 
-def add_rows(shape: Shape, m: Measured, sums: list, pivot: list[Float32], col: Int32, rows):
-    """IN_FLIGHT rows; rows: (the first, how far the next is, where they end)."""
+def all_finite(sums: list[cute.Tensor]):
+    """Whether all that was added up was, and no sum is too large. An extreme that has seen no
+    number is infinite too."""
+    top = Float32(0.0)
+    for values in sums:
+        for e in range(VECTOR):
+            # fmax would lose a NaN, a product with 0 does not: it is one for an infinity, too
+            top = fma(values[e], Float32(0.0), top)
+    return top == 0.0
+
+
+def add_rows(shape: Shape, m: Measured, sums: list, pivot: list, col: Int32, rows, checked: bool):
+    """IN_FLIGHT rows; rows: (the first, how far the next is, where they end). checked: some may be
+    outside, and what is not finite does not count, not even as a row."""
     at, step, end = rows
     here = [at + n * step for n in range(IN_FLIGHT)]
-    inside = [cutlass.min(row, end - 1) for row in here]
+    inside = [cutlass.min(row, end - 1) if checked else row for row in here]
     read = [vectors.load(m.x[row, None], col, VECTOR) for row in inside]
     of_kind = dict(zip(shape.kinds, sums))
     for row, safe, raw in zip(here, inside, read):
-        add_row(of_kind, turned_row(shape.half, m, raw, safe, col), pivot, row < end)
+        values = turned_row(shape.half, m, raw, safe, col)
+        if checked:
+            add_finite(of_kind, values, pivot, row < end)
+        else:
+            add_row(of_kind, values, pivot)
 
 
 def turned_row(half: int, m: Measured, raw: cute.Tensor, row: Int32, col: Int32) -> list[Float32]:
@@ -110,7 +146,20 @@ def pivot_of(half: int, m: Measured, col: Int32) -> list[Float32]:
     return [finite(v) for v in turned_row(half, m._replace(x=m.pivot), raw, Int32(0), col)]
 
 
-def add_row(sums: dict, values: list[Float32], pivot: list[Float32], inside):
+def add_row(sums: dict, values: list[Float32], pivot: list[Float32]):
+    """All but the count, to the same bits as add_finite."""
+    for e, value in enumerate(values):
+        away = value - pivot[e]
+        if SUM in sums:
+            sums[SUM][e] = sums[SUM][e] + away
+        if SQUARES in sums:
+            sums[SQUARES][e] = fma(away, away, sums[SQUARES][e])
+        if LOW in sums:
+            sums[LOW][e] = cute.arch.fmin(sums[LOW][e], value)
+            sums[HIGH][e] = cute.arch.fmax(sums[HIGH][e], value)
+
+
+def add_finite(sums: dict, values: list[Float32], pivot: list[Float32], inside):
     """Of finite values only."""
     for e, value in enumerate(values):
         ok = inside & (cute.math.absf(value) < Float32.inf)

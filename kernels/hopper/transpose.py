@@ -8,9 +8,10 @@ from cutlass import Int32
 from cute_attn.config import TransposeConfig
 from cute_attn.kernels.hopper import quantize_v
 from cute_attn.kernels.hopper.fwd import ROWS, reordered
-from cute_attn.kernels.hopper.quantize import CARVEOUT
 from cute_attn.kernels.hopper.quantize_operands import TRANSPOSED, compact, place, shared_words
 from cute_attn.problem import Problem
+
+CARVEOUT = 50  # percent of an SM's memory as shared; left out, the compiler would ask a GPU
 
 
 class TransposeSm90:
