@@ -125,6 +125,22 @@ def test_lengths(seqlen):
     check(*qkv(1, 5, seqlen, (4, 2), 128, device="cuda"))
 
 
+@pytest.mark.parametrize("dim", [64, 128])
+def test_ctas_that_take_several_tiles(dim):
+    """65 tiles of a head, four a CTA; and with measured statistics, chunks of more rows."""
+    tensors = qkv(1, 8300, 8300, (32, 8), dim, device="cuda")
+    check(*tensors, **vectors(8, dim, dim))
+    check(*tensors)
+
+
+@pytest.mark.parametrize("dim_v", [64, 128, 192])
+def test_given_vectors_and_channels_of_v(dim_v):
+    tensors = qkv(2, 50, 1100, (4, 2), (64, dim_v), device="cuda")
+    for _ in range(2):
+        check(*tensors, **vectors(2, 64, dim_v), v_scales="channel")
+        tensors[2][0, 700, 1, 3], tensors[2][1, 1, 0, 7] = math.inf, math.nan
+
+
 @pytest.mark.parametrize("half, dtype", [(64, torch.float32), (16, BF16), (5, torch.float32)])
 def test_rope(half, dtype):
     tensors = qkv(2, 300, 300, (4, 2), 128, device="cuda")
@@ -160,7 +176,8 @@ def test_nan_infinities_zeros_and_extremes():
     q, k, v = qkv(1, 200, 300, (4, 2), 64, device="cuda")
     k[0, 3, 0, 5], v[0, 4, 1, 6], q[0, 7, 1, 0] = math.nan, math.nan, math.nan
     k[0, 200, 0, 1], v[0, 9, 0, 2], q[0, 9, 0, 9] = math.inf, -math.inf, math.inf
-    for options in ({}, {"hadamard_seed": None, "k_shift": False, "v_shift": False}):
+    plain = {"hadamard_seed": None, "k_shift": False, "v_shift": False}
+    for options in ({}, plain, vectors(2, 64, 64)):
         check(q, k, v, PLAIN, **options)
     q, k, v = qkv(1, 200, 300, (4, 2), 64, device="cuda")
     pack = check(q * 0, k * 0, v * 0)

@@ -459,7 +459,7 @@ def of_block(cfg: cutlass.Constexpr, top: Float32, maxima: cute.Tensor) -> Float
     if lane == 0:
         maxima[warp] = top
     cute.arch.barrier()
-    top = maxima[warp // warps * warps + lane % warps]
+    top = maxima[(warp & -warps) + lane % warps]
     return cute.arch.warp_reduction_max(top, threads_in_group=warps)
 
 
