@@ -23,7 +23,13 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from cute_attn.config import HIGH, LOW, QuantizeConfig, QuantizeSizes
-from cute_attn.kernels.hopper import quantize_balance, quantize_rows, quantize_tops, quantize_v
+from cute_attn.kernels.hopper import (
+    quantize_balance,
+    quantize_rows,
+    quantize_slots,
+    quantize_tops,
+    quantize_v,
+)
 from cute_attn.kernels.hopper import quantize_combine as combining
 from cute_attn.kernels.hopper import quantize_stats as stats
 from cute_attn.kernels.hopper.fwd import DTYPES, LSE, ROWS, reordered
@@ -436,13 +442,13 @@ class QuantizeSm90:
         return p.channels * p.words if self.cfg.transposed else 0
 
     def rows_words(self) -> int:
-        raw = quantize_rows.raw_words(self.layout) // 2
+        raw = quantize_slots.words(self.layout) // 2
         words = raw + 2 * (self.layout.dim + quantize_rows.WARPS)
         return max(words, quantize_tops.STAGE_WORDS if self.cfg.v_by_channel else 0)
 
     def rows_stage(self, words: cute.Tensor) -> quantize_rows.Stage:
         d, warps = self.layout.dim, quantize_rows.WARPS
-        raw = quantize_rows.raw_words(self.layout)
+        raw = quantize_slots.words(self.layout)
         table = cute.recast_ptr(words.iterator + raw // 2, dtype=Float32)
         return quantize_rows.Stage(
             cute.make_tensor(cute.recast_ptr(words.iterator, dtype=self.dtype), raw),

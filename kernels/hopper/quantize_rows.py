@@ -11,20 +11,18 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, const_expr
-from cutlass.cute.nvgpu import cpasync
 
 from cute_attn.kernels.common import vectors
 from cute_attn.kernels.common.bits import fma, from_bits, moved, packed_e4m3, product
 from cute_attn.kernels.hopper import hadamard
+from cute_attn.kernels.hopper import quantize_slots as slots
 from cute_attn.kernels.hopper.hadamard import LANES, STRIDE, VECTOR, Values
 from cute_attn.kernels.hopper.quantize_balance import finite, power_of_two
+from cute_attn.kernels.hopper.quantize_slots import STAGES, THREADS
 
-THREADS = 512
 ROWS = THREADS // LANES  # of a tile
 WARP_ROWS = 32 // LANES
 WARPS = THREADS // 32
-STAGES = 2  # tiles of which a thread's rows are in shared memory or on their way to it
-SLOT = 16  # bytes
 E4M3_MAX = 448.0
 MIN_SCALE = 2.0**-100  # as in cute_attn.quantize
 
@@ -57,7 +55,7 @@ class Factors(NamedTuple):
 class Stage(NamedTuple):
     """What a CTA has in shared memory."""
 
-    raw: cute.Tensor  # of the rows to come, see slots
+    raw: cute.Tensor  # of the rows to come, see quantize_slots.py
     table: cute.Tensor  # fp32 (2, head_dim), see fill_table
     maxima: cute.Tensor  # fp32 (WARPS, 2)
 
@@ -139,7 +137,7 @@ def measure_keys(cfg: cutlass.Constexpr, x: Head, stage: Stage, tiles, maxima: c
 def begin(cfg: cutlass.Constexpr, x: Head, stage: Stage, tiles, keys: cutlass.Constexpr) -> Tiles:
     """tiles: (the first, how many). Rows are on their way while the table is filled."""
     first = tiles[0] * ROWS + cute.arch.thread_idx()[0] // LANES
-    t = Tiles(stage, *slots(cfg, stage.raw), first, tiles[1])
+    t = Tiles(stage, *slots.of_thread(cfg, stage.raw), first, tiles[1])
     for tile in cutlass.range_constexpr(STAGES - 1):
         load(cfg, x, t, Int32(tile))
     fill_table(cfg, x, t, keys)
@@ -187,73 +185,10 @@ def load(cfg: cutlass.Constexpr, x: Head, t: Tiles, tile: Int32):
     if tile < t.count:
         row = x.x[row_of(x, t, tile), None]
         for j in cutlass.range_constexpr(hadamard.vectors(cfg.dim)):
-            to = in_slot(x.x.element_type, written_slot(cfg, t, tile, j))
-            cute.copy(
-                copy_ahead(x.x.element_type), vectors.at(row, column(cfg, j, lane), VECTOR), to
-            )
+            kind, source = x.x.element_type, vectors.at(row, column(cfg, j, lane), VECTOR)
+            to = slots.at(kind, slots.written(cfg, t.writes, tile, j))
+            cute.copy(slots.copy_ahead(kind), source, to)
     cute.arch.cp_async_commit_group()
-
-
-def copy_ahead(dtype):
-    mode = cpasync.LoadCacheMode.GLOBAL
-    return cute.make_copy_atom(cpasync.CopyG2SOp(mode), dtype, num_bits_per_copy=128)
-
-
-# Slots: vectors of the quads' rows, in the order of the threads that read them. By stripes a thread
-# reads what it wrote. By quarters others wrote it, and owners change places in a quad, so that
-# threads which write at once do so next to each other, as those do which read at once
-
-
-def slots(cfg, raw: cute.Tensor) -> tuple[Int32, Int32]:
-    """Addresses of the thread's first vector, as it reads and as it writes."""
-    tidx, n = cute.arch.thread_idx()[0], hadamard.vectors(cfg.dim)
-    begin = raw.iterator.toint()
-    if not cfg.quarters:
-        return begin + tidx * SLOT, begin + tidx * SLOT
-    owner, i = tidx % LANES // n, tidx % LANES % n
-    place = i * THREADS + (tidx // LANES * LANES + (owner ^ exchange(n, i)))
-    return begin + tidx * SLOT, begin + place * SLOT
-
-
-def exchange(n: int, i: int | Int32):
-    """By what the owners of the i-th of n vectors change places."""
-    return i * max(1, LANES // n) % LANES
-
-
-def read_slot(cfg, t: Tiles, tile: Int32, i: int) -> Int32:
-    """Of the thread's i-th vector."""
-    change = exchange(hadamard.vectors(cfg.dim), i) if cfg.quarters else 0
-    return moved_slot(cfg, t.reads, tile, change, i)
-
-
-def written_slot(cfg, t: Tiles, tile: Int32, j: int) -> Int32:
-    """Where the thread puts what it reads 32j + 8 * lane channels into a row."""
-    if not cfg.quarters:
-        return moved_slot(cfg, t.writes, tile, 0, j)
-    n = hadamard.vectors(cfg.dim)
-    return moved_slot(cfg, t.writes, tile, j * LANES // n, j * LANES % n)
-
-
-def moved_slot(cfg, at: Int32, tile: Int32, change: int, i: int) -> Int32:
-    """From a tile's first slot; addresses are multiples of a quad's."""
-    at = at + tile % STAGES * (hadamard.vectors(cfg.dim) * THREADS * SLOT)
-    return (at ^ (change * SLOT)) + i * THREADS * SLOT
-
-
-def in_slot(kind, address: Int32) -> cute.Tensor:
-    pointer = cute.make_ptr(kind, address, cute.AddressSpace.smem, assumed_align=SLOT)
-    return cute.make_tensor(pointer, cute.make_layout(VECTOR))
-
-
-def from_slot(kind, address: Int32) -> cute.Tensor:
-    values = cute.make_rmem_tensor(VECTOR, kind)
-    cute.autovec_copy(in_slot(kind, address), values)
-    return values
-
-
-def raw_words(cfg) -> int:
-    """Of 16 bit, in all slots."""
-    return STAGES * hadamard.vectors(cfg.dim) * THREADS * VECTOR
 
 
 def row_of(x: Head, t: Tiles, tile: Int32) -> Int32:
@@ -330,8 +265,8 @@ def table_place(cfg, channel: Int32) -> Int32:
 def loaded(cfg, x: Head, t: Tiles, tile: Int32, lane: Int32) -> Values:
     """Rotated, in fp32; zeros outside."""
     cols = [column(cfg, j, lane) for j in range(hadamard.vectors(cfg.dim))]
-    places = [read_slot(cfg, t, tile, j) for j in range(len(cols))]
-    values = [floats(from_slot(x.x.element_type, place)) for place in places]
+    places = [slots.read(cfg, t.reads, tile, j) for j in range(len(cols))]
+    values = [floats(slots.load(x.x.element_type, place)) for place in places]
     if cfg.rope:
         row = row_of(x, t, tile)
         cos, sin = x.cos[row, None], x.sin[row, None]
