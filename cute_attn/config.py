@@ -1,11 +1,18 @@
 """How it is computed: the tuning knobs of the Hopper kernels. Imports no torch."""
 
 from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from cute_attn.problem import Fp8Problem, Problem, round_up
 
 SMEM_LIMIT = 232_448  # bytes of dynamic shared memory one CTA may have on sm_90
+SMEM_LIMITS = {  # the same of every target of the Ampere kernels; of newer ones, 10.0 is like 9.0
+    "sm_80": 166_912,
+    "sm_86": 101_376,
+    "sm_87": 166_912,
+    "sm_89": 101_376,
+    "sm_90a": SMEM_LIMIT,
+}
 BARRIER_BYTES = 1024  # what the mbarriers and tickets may take, alignment included
 REGISTERS = {1: (240, 56), 2: (240, 24), 3: (160, 32)}  # warpgroups -> (consumer, producer)
 FILL = 132  # tiles that keep every SM of an H100 or H200 busy
@@ -172,6 +179,90 @@ class Fp8Config(FwdConfig):
             return (problem,)
         rest = problem.head_dim_v - PROMOTED
         return replace(problem, head_dim_v=PROMOTED), replace(problem, head_dim_v=rest)
+
+
+@dataclass(frozen=True)
+class AmpereConfig:
+    """The knobs of the Ampere forward kernel."""
+
+    tile_m: int = 128  # query rows per CTA
+    tile_n: int = 64  # keys per KV block
+    warps: int = 4  # of a CTA; each has 16 rows in every 16 * warps
+    kv_stages: int = 2  # blocks of K and V in shared memory
+    q_in_regs: bool = False  # read Q from shared memory once, not in every block
+    ctas: int = 1  # that an SM is to hold: fewer registers a thread
+    exact_max: bool = False  # take the row maximum in every block, as FlashAttention-2 does
+    l2_mb: int = 32  # causal: megabytes of K and V of the heads worked on together
+
+    split_kv: ClassVar[bool] = False
+    schedule: ClassVar[str] = "grid"
+
+    def __post_init__(self) -> None:
+        _check_types(self)
+        for name, allowed in (
+            ("tile_m", range(16, 257, 16)),
+            ("tile_n", range(16, 257, 16)),
+            ("warps", (1, 2, 4, 8)),
+            ("kv_stages", range(2, 9)),
+            ("ctas", range(1, 9)),
+            ("l2_mb", range(1, 1025)),
+        ):
+            _check_allowed(self, name, allowed)
+        if self.tile_m % (16 * self.warps):
+            raise ValueError(
+                f"config.tile_m is {self.tile_m}: allowed are the multiples of {16 * self.warps} "
+                "(16 rows a warp)"
+            )
+
+    @property
+    def m_tiles(self) -> int:
+        """Of 16 rows, that a warp has."""
+        return self.tile_m // (16 * self.warps)
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """At most, per thread; no other threads load."""
+        each = min(255, 65536 // (self.threads * self.ctas) // 8 * 8)
+        return each, each
+
+    def parts(self, problem: Problem) -> int:
+        """Into how many parts the keys are split: they are not."""
+        return 1
+
+    def smem_bytes(self, problem: Problem, itemsize: int = 2) -> int:
+        d, dv = problem.tile_dim, problem.tile_dim_v
+        ring = self.kv_stages * self.tile_n * (d + dv)
+        return (self.tile_m * max(d, dv) + ring) * itemsize
+
+    def accumulator_registers(self, problem: Problem) -> int:
+        """Registers per thread that S and O (fp32), and Q where it stays, hold at once."""
+        q = problem.static().head_dim // 4 if self.q_in_regs else 0
+        return (
+            self.m_tiles * (self.tile_n // 4 + problem.tile_dim_v // 4) * 2 // 1 + self.m_tiles * q
+        )
+
+    def infeasible(self, problem: Problem, smem_limit: int = SMEM_LIMITS["sm_80"]) -> str:
+        """Why this config cannot serve the problem, naming the limit; '' if it can."""
+        smem = self.smem_bytes(problem)
+        if smem > smem_limit:
+            return f"shared memory {smem} bytes > {smem_limit}"
+        held, limit = self.accumulator_registers(problem), self.registers[0] - 24
+        if held > limit:
+            return f"accumulators need {held} registers per thread > {limit}"
+        for width in (problem.tile_dim, problem.tile_dim_v):
+            panel = next(n for n in (64, 32, 16) if width % n == 0)
+            at_once = 8 * self.threads // panel
+            for name, rows in (("tile_m", self.tile_m), ("tile_n", self.tile_n)):
+                if rows % at_once:
+                    return (
+                        f"{self.threads} threads load {at_once} rows at once of a tile {width} "
+                        f"wide: {name} {rows} is no multiple"
+                    )
+        return ""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import struct
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module, metadata
 from pathlib import Path
@@ -28,6 +28,9 @@ GOLDEN_OPCODES = (
     *(
         "HGMMA",
         "QGMMA",
+        "HMMA",
+        "LDSM",
+        "LDGSTS",
         "MUFU.EX2",
         "FFMA",
         "FMUL",
@@ -40,6 +43,7 @@ GOLDEN_OPCODES = (
     ),
     *("SYNCS", "BAR", "WARPGROUP", "UTMALDG", "UTMASTG", "REDG", "STL", "LDL", "TOTAL"),
 )
+WARPGROUP_PRODUCTS = ("HGMMA", "QGMMA")
 INSTRUCTION = re.compile(
     r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:\{\s*)?(@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)((?:\.\w+)*)(.*)$"
 )
@@ -126,9 +130,15 @@ def main_kernel(kernels: Sequence[Resources]) -> Resources:
     """The one with matrix products; without counts, the one with the most registers."""
 
     def products(k: Resources) -> int:
-        return k.counts.get("HGMMA", 0) + k.counts.get("QGMMA", 0)
+        return sum(k.counts.get(op, 0) for op in product_opcodes(k.counts))
 
     return max(kernels, key=lambda k: (products(k), k.registers))
+
+
+def product_opcodes(opcodes: Container[str]) -> tuple[str, ...]:
+    """Of the main loop's matrix products: a warp's own are in rare branches where there are a
+    warpgroup's."""
+    return WARPGROUP_PRODUCTS if any(op in opcodes for op in WARPGROUP_PRODUCTS) else ("HMMA",)
 
 
 def launch_number(name: str) -> int:
@@ -274,6 +284,7 @@ def mma_loops(code: list[Instruction]) -> list[list[Instruction]]:
     stand behind the kernel and jump back into it, so a backward jump alone is no loop.
     """
     blocks, successors = basic_blocks(code)
+    products = product_opcodes({i.opcode for i in code})
     loops: dict[int, set[int]] = {}
     dominators = dominator_sets(successors)
     for tail, nexts in enumerate(successors):
@@ -283,7 +294,7 @@ def mma_loops(code: list[Instruction]) -> list[list[Instruction]]:
     bodies = {
         head: body
         for head, body in loops.items()
-        if any(i.opcode in ("HGMMA", "QGMMA") for b in body for i in blocks[b])
+        if any(i.opcode in products for b in body for i in blocks[b])
     }
     inner = [
         body

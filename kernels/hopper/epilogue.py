@@ -21,13 +21,6 @@ def same_slots(problem) -> bool:
 
 
 @cute.jit
-def normalise(acc_O: cute.Tensor, norm: cute.Tensor):
-    O = acc_as_rows(acc_O)
-    for r in cutlass.range_constexpr(cute.size(norm)):
-        O[r, None].store(O[r, None].load() * norm[r])
-
-
-@cute.jit
 def measure(amax: cute.Tensor, f, row0, seqlen_q):
     """The largest finite |O|, of the rows that there are, into a cell: bits of what is not negative
     compare as integers, and a maximum does not ask for an order."""
@@ -103,17 +96,6 @@ def write_part(x: Inputs, f, norm: cute.Tensor, tile: Tile, row0, seqlen_q, ring
                         values[j] = O[r, c + j] * norm[r]
                     cute.autovec_copy(values, pair_at(out, C[r, 0][1] + 4 * c))
     cute.arch.mbarrier_arrive(ring.sync_object_full.get_barrier(slot))
-
-
-@cute.jit
-def store_rows(to: cute.Tensor, rows: cute.Tensor, cS: cute.Tensor, tile: Tile, row0, seqlen_q):
-    """rows: one value per row this thread owns; the thread that owns column 0 writes it."""
-    C = acc_as_rows(cS)
-    if C[0, 0][1] == 0:
-        for r in cutlass.range_constexpr(cute.size(rows)):
-            row = row0 + C[r, 0][0]
-            if row < seqlen_q:
-                to[row, tile.head, tile.batch] = rows[r]
 
 
 @cute.jit

@@ -21,6 +21,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
+from cute_attn.kernels.common import output
 from cute_attn.kernels.common.bits import any_of_threads, copied, kept, word_of
 from cute_attn.kernels.common.layout import acc_as_operand_a, acc_as_rows
 from cute_attn.kernels.common.mask import keys_seen, mask_scores
@@ -288,7 +289,7 @@ class Fp8Consumer(Consumer):
         lse = self.softmax.lse(log_sum)
         self.shift_lse(lse, tile, rows)
         seqlen_q = self.shape.seqlen_q
-        epilogue.store_rows(self.x.lse, lse, self.f.cS, tile, rows.first, seqlen_q)
+        output.store_rows(self.x.lse, lse, self.f.cS, tile, rows.first, seqlen_q)
         times, plus = self.of_channels()  # loaded while the product runs
         warpgroup.wait_group(0)
         self.pipes.v.consumer_release(v)
@@ -349,7 +350,7 @@ class Fp8Consumer(Consumer):
             for r in cutlass.range_constexpr(2):
                 norm[r] = norm[r] * times[0]
         if const_expr(not (self.problem.channels or self.problem.v_shift)):
-            epilogue.normalise(self.f.acc_O, norm)
+            output.normalise(self.f.acc_O, norm)
         elif const_expr(self.room_for_columns):
             for r in cutlass.range_constexpr(2):
                 seen = norm[r] != 0.0

@@ -11,6 +11,7 @@ from cutlass import Float32, Int32, Int64, const_expr, pipeline
 from cutlass.cute.nvgpu import cpasync
 
 from cute_attn.config import FwdConfig
+from cute_attn.kernels.common import schedule
 from cute_attn.kernels.common.merge import launch_merge
 from cute_attn.kernels.common.softmax import make_softmax
 from cute_attn.kernels.hopper import epilogue, gemm, load, mainloop, scheduler, storage
@@ -75,9 +76,7 @@ class ForwardSm90:
         # K and V bytes of one head; in Int64, as a long sequence passes 2^31
         head_bytes = Int64(mK.shape[0]) * self.key_bytes(mK.shape[1], mV.shape[1])
         heads = heads_q * mQ.shape[3]
-        group = cutlass.max(Int64(self.cfg.l2_mb << 20) // head_bytes, Int64(1)) * q_per_kv
-        group = Int32(cutlass.min(group, Int64(heads)))
-        tail = heads - (heads - group) // group * group  # whole groups before it
+        group, tail = schedule.groups(self.cfg.l2_mb, heads, q_per_kv, head_bytes)
         m_blocks = cute.ceil_div(mQ.shape[0], self.cfg.tile_m)
         count, blocks = Int32(1), cute.ceil_div(mK.shape[0], self.cfg.tile_n)
         if const_expr(self.cfg.split_kv):

@@ -19,10 +19,11 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
+from cute_attn.kernels.common import output, rare
 from cute_attn.kernels.common.layout import acc_as_operand_a, acc_as_rows, operand_a_like
 from cute_attn.kernels.common.mask import first_full_block, keys_seen, kv_block_end, mask_scores
 from cute_attn.kernels.common.softmax import KEPT, LOST, OnlineSoftmax
-from cute_attn.kernels.hopper import epilogue, rare, scheduler
+from cute_attn.kernels.hopper import epilogue, scheduler
 from cute_attn.kernels.hopper.gemm import STEP, gemm
 from cute_attn.kernels.hopper.operands import Inputs, Mmas, Shape, Smem, Tile
 
@@ -353,7 +354,7 @@ class Consumer:
             statistics = [(parts.ref, self.softmax.ref), (parts.log_sum, log_sum)]
             statistics = [(to[None, None, None, tile.part], values) for to, values in statistics]
         for to, values in statistics:
-            epilogue.store_rows(to, values, self.f.cS, tile, rows.first, self.shape.seqlen_q)
+            output.store_rows(to, values, self.f.cS, tile, rows.first, self.shape.seqlen_q)
         warpgroup.wait_group(0)
         self.pipes.v.consumer_release(v)
         v.advance()
@@ -366,7 +367,7 @@ class Consumer:
                 self.x, self.f, norm, tile, rows.first, self.shape.seqlen_q, self.pipes.o, q.index
             )
         else:
-            epilogue.normalise(self.f.acc_O, norm)
+            output.normalise(self.f.acc_O, norm)
             epilogue.hand_over_output(self.smem, self.f, self.pipes.o, q.index)
         q.advance(self.cfg.warpgroups)
         return q, v

@@ -5,34 +5,20 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
 from cute_attn.kernels.common.mask import kv_block_end
+from cute_attn.kernels.common.schedule import place
 from cute_attn.kernels.hopper.operands import Shape, Smem, Tile
 
 
 @cute.jit
 def tile_at(cfg, problem, shape: Shape, index: Int32) -> Tile:
-    """Causal: longest tiles first within a group of heads that share the L2. Past the last index:
-    no tile. Parts of the keys, where there are several, follow each other."""
+    """Past the last index: no tile. Parts of the keys, where there are several, follow each
+    other."""
     part = Int32(0)
     valid = index < shape.m_blocks * shape.head_batches * shape.parts
     if const_expr(cfg.split_kv):
         part = index // (shape.m_blocks * shape.head_batches)
         index = index - part * (shape.m_blocks * shape.head_batches)
-    if const_expr(problem.causal):
-        tail = shape.head_batches - shape.tail
-        first = index // (shape.m_blocks * shape.group) * shape.group
-        width = shape.group
-        if first >= tail:
-            first = tail
-            width = shape.tail
-        rest = index - first * shape.m_blocks
-        row = rest // width
-        m_block = shape.m_blocks - 1 - row
-        head_batch = first + rest - row * width
-    else:
-        head_batch = index // shape.m_blocks
-        m_block = index - head_batch * shape.m_blocks
-    batch = head_batch // shape.heads_q
-    head = head_batch - batch * shape.heads_q
+    m_block, head, batch = place(problem, shape, index)
     end = kv_block_end(cfg, problem, (m_block + 1) * cfg.tile_m, shape)
     if const_expr(cfg.split_kv):
         begin = part * shape.part_blocks

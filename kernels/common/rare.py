@@ -1,6 +1,6 @@
 """Branches a tile seldom takes, from global memory and without the pipelines: slow, and exact.
 
-scores_again  a block's scores once more, by the warp's own mma.sync.
+scores_again  a block's scores once more, by the warp's own mma.sync, where their tile is gone.
 confine_nan   0 * NaN in a P V product is NaN: O where a NaN in V met a weight that the mask had
               made zero, computed again from the keys the row sees.
 """
@@ -13,7 +13,6 @@ from cutlass.cute.nvgpu import warp
 from cute_attn.kernels.common.bits import INF_BITS, bits
 from cute_attn.kernels.common.layout import acc_as_rows
 from cute_attn.kernels.common.mask import keys_seen
-from cute_attn.kernels.hopper.operands import Inputs, Tile
 
 
 @cute.jit
@@ -29,7 +28,7 @@ def load_pairs(dst: cute.Tensor, row: cute.Tensor, col: Int32, first: cutlass.Co
 
 
 @cute.jit
-def scores_again(x: Inputs, acc_S: cute.Tensor, tile: Tile, kv_head, row0, key0):
+def scores_again(x, acc_S: cute.Tensor, tile, kv_head, row0, key0):
     """acc_S = Q K^T of this warp's 16 rows from row0 and the keys from key0, all of them there."""
     gQ = x.gQ[None, None, tile.head, tile.batch]
     gK = x.gK[None, None, kv_head, tile.batch]
@@ -98,14 +97,14 @@ def weigh_key(problem, q: cute.Tensor, k: cute.Tensor, softmax, r) -> Float32:
 
 
 @cute.jit
-def confine_nan(problem, x: Inputs, f, softmax, tile: Tile, kv_head, row0, key0, key_end, shape):
+def confine_nan(problem, x, f, softmax, tile, kv_head, row0, key0, key_end, shape):
     """O of this warp's rows, which has taken up the keys from key0 to key_end (None: to the last),
     once more: key by key, and each row only from keys it sees."""
     O, C = acc_as_rows(f.acc_O), acc_as_rows(f.cS)
     gQ = x.gQ[None, None, tile.head, tile.batch]
     gK = x.gK[None, None, kv_head, tile.batch]
     gV = x.gV[None, None, kv_head, tile.batch]
-    for r in cutlass.range_constexpr(2):
+    for r in cutlass.range_constexpr(cute.size(O, mode=[0])):
         row = row0 + C[r, 0][0]
         end = keys_seen(problem, row, shape)
         if const_expr(key_end is not None):

@@ -1,0 +1,257 @@
+"""FlashAttention-2 forward: a CTA's warps each own rows of Q; all of them read K and V.
+
+for every KV block j, last to first:
+    S  = Q K_j^T
+    S  = -inf where masked
+    P  = exp(S - m), m a running reference near the row maximum;  l = l e^(m-m') + rowsum P
+    O  = O e^(m-m') + P V_j
+O = O / l;  LSE = m + log l
+
+K and V of the next blocks arrive by cp.async meanwhile. One barrier a block says both that all
+threads' copies of a block have landed and that nobody reads the slot any more that is filled next.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, const_expr
+from cutlass.cute.nvgpu import warp
+
+from cute_attn.kernels.ampere import epilogue, load, ptx
+from cute_attn.kernels.ampere.operands import Inputs, Rows, Shape, Tile
+from cute_attn.kernels.ampere.storage import Storage
+from cute_attn.kernels.common import output, rare
+from cute_attn.kernels.common.layout import acc_as_operand_a, acc_as_rows, grouped
+from cute_attn.kernels.common.mask import first_full_block, keys_seen, kv_block_end, mask_scores
+from cute_attn.kernels.common.softmax import KEPT, LOST, OnlineSoftmax
+
+STEP = 16  # of a matrix product's inner dimension, and rows of a warp's m-tile
+
+
+@dataclass(frozen=True)
+class Worker:
+    """A thread, with what it holds for one tile of queries."""
+
+    cfg: object
+    problem: object
+    x: Inputs
+    shape: Shape
+    tile: Tile
+    rows: Rows
+    smem: Storage
+    base: Int32  # address of shared memory
+    k: load.Source
+    v: load.Source
+    at_q: Int32  # addresses of the rows that the thread names to ldmatrix, at step 0
+    at_k: Int32
+    at_v: Int32
+    softmax: OnlineSoftmax
+    rQ: cute.Tensor | None  # (8, m-tiles, steps) where Q is kept in registers
+    acc_O: cute.Tensor  # ((2, 2), m-tiles, head_dim_v/8) fp32
+    cS: cute.Tensor  # (row, col) of every score this thread owns
+    tidx: Int32
+
+    # Loads
+
+    @cute.jit
+    def load_q(self):
+        gQ = self.x.gQ[None, None, self.tile.head, self.tile.batch]
+        q = load.source(gQ, self.smem.q, self.tidx)
+        sure = self.problem.head_dim - 8
+        load.load(q, self.smem.q, self.cfg.threads, sure, self.base, self.rows.first, False)
+
+    @cute.jit
+    def load_block(self, block: Int32, stage: Int32, whole: cutlass.Constexpr[bool]):
+        """K and V of a block into a slot, as one group of copies; nothing below block 0."""
+        smem, threads, row = self.smem, self.cfg.threads, block * self.cfg.tile_n
+        sure, sure_v = self.problem.head_dim - 8, self.problem.head_dim_v - 24
+        if block >= 0:
+            to = self.base + smem.k_start + stage * smem.k.bytes
+            load.load(self.k, smem.k, threads, sure, to, row, whole)
+            to = self.base + smem.v_start + stage * smem.v.bytes
+            load.load(self.v, smem.v, threads, sure_v, to, row, whole)
+        cute.arch.cp_async_commit_group()
+
+    @cute.jit
+    def arrive(self):
+        """Until the oldest block that is under way is there for all threads."""
+        cute.arch.cp_async_wait_group(self.cfg.kv_stages - 2)
+        cute.arch.barrier()
+
+    # Matrix products
+
+    @cute.jit
+    def mma(self, acc: cute.Tensor, m: int, n: int, A: cute.Tensor, B: cute.Tensor, half: int):
+        """Of 16 rows, 8 columns and 16 steps, into tile (m, n) of acc."""
+        atom = cute.make_mma_atom(warp.MmaF16BF16Op(A.element_type, Float32, (16, 8, 16)))
+        C = cute.make_tensor(acc[None, m, n].iterator, cute.make_layout(((2, 2), 1, 1)))
+        half_B = cute.make_tensor(B.iterator + 4 * half, cute.make_layout(((2, 2), 1, 1)))
+        A = cute.make_tensor(A.iterator, cute.make_layout(((2, 2, 2), 1, 1)))
+        cute.gemm(atom, C, A, half_B, C)
+
+    @cute.jit
+    def fetch_q(self, to: cute.Tensor, k: cutlass.Constexpr[int]):
+        """Step k of Q as A operands, (8, m-tiles)."""
+        for m in cutlass.range_constexpr(self.cfg.m_tiles):
+            down = m * self.cfg.warps * STEP * self.smem.q.pitch
+            ptx.ldmatrix(to[None, m], self.smem.q.step(self.at_q, k) + down)
+
+    @cute.jit
+    def keep_q(self):
+        """Q into registers, if that is where it is read from."""
+        if const_expr(self.rQ is not None):
+            self.arrive()
+            for k in cutlass.range_constexpr(self.problem.head_dim // STEP):
+                self.fetch_q(self.rQ[None, None, k], k)
+
+    @cute.jit
+    def scores(self, acc_S: cute.Tensor, stage: Int32):
+        """acc_S = Q K^T"""
+        K, layout = self.at_k + stage * self.smem.k.bytes, self.smem.k
+        dtype = self.x.gQ.element_type
+        acc_S.fill(0.0)
+        for k in cutlass.range_constexpr(self.problem.head_dim // STEP):
+            if const_expr(self.rQ is None):
+                A = cute.make_rmem_tensor((8, self.cfg.m_tiles), dtype)
+                self.fetch_q(A, k)
+            else:
+                A = self.rQ[None, None, k]
+            for n in cutlass.range_constexpr(self.cfg.tile_n // STEP):
+                B = cute.make_rmem_tensor(8, dtype)
+                ptx.ldmatrix(B, layout.step(K, k) + n * STEP * layout.pitch)
+                for m in cutlass.range_constexpr(self.cfg.m_tiles):
+                    for half in cutlass.range_constexpr(2):
+                        self.mma(acc_S, m, 2 * n + half, A[None, m], B, half)
+
+    @cute.jit
+    def add_values(self, acc_S: cute.Tensor, stage: Int32):
+        """O += P V; weights are rounded to 16 bits where they are used, 16 keys at a time."""
+        V, layout = self.at_v + stage * self.smem.v.bytes, self.smem.v
+        S, dtype = acc_as_operand_a(grouped(acc_S)), self.x.gV.element_type
+        for k in cutlass.range_constexpr(self.cfg.tile_n // STEP):
+            P = cute.make_rmem_tensor((8, self.cfg.m_tiles), dtype)
+            for m in cutlass.range_constexpr(self.cfg.m_tiles):
+                P[None, m].store(S[None, m, k].load().to(dtype))
+            for n in cutlass.range_constexpr(self.problem.tile_dim_v // STEP):
+                B = cute.make_rmem_tensor(8, dtype)
+                ptx.ldmatrix(B, layout.step(V, n) + k * STEP * layout.pitch, transpose=True)
+                for m in cutlass.range_constexpr(self.cfg.m_tiles):
+                    for half in cutlass.range_constexpr(2):
+                        self.mma(self.acc_O, m, 2 * n + half, P[None, m], B, half)
+
+    # The algorithm
+
+    @cute.jit
+    def begin(self):
+        """The first blocks on their way, behind Q."""
+        self.load_q()
+        self.load_block(self.rows.end - 1, Int32(0), False)
+        for i in cutlass.range_constexpr(1, self.cfg.kv_stages - 1):
+            self.load_block(self.rows.end - 1 - i, Int32(i), True)
+        self.softmax.reset()
+        self.acc_O.fill(0.0)
+        self.keep_q()
+
+    @cute.jit
+    def block(self, block: Int32, stage: Int32, rough: Boolean, masked: cutlass.Constexpr[bool]):
+        """One KV block: S = Q K^T, softmax, O += P V. rough: this warp takes the maximum first."""
+        stages = self.cfg.kv_stages
+        self.arrive()
+        before = stage - 1 if stage > 0 else Int32(stages - 1)
+        self.load_block(block - (stages - 1), before, True)
+        acc_S = cute.make_rmem_tensor(((2, 2), self.cfg.m_tiles, self.cfg.tile_n // 8), Float32)
+        self.scores(acc_S, stage)
+        if const_expr(masked):
+            self.weigh_masked(acc_S, block)
+        else:
+            rough = self.weigh(acc_S, stage, rough)
+        self.add_values(acc_S, stage)
+        stage = stage + 1 if stage < stages - 1 else Int32(0)
+        return stage, rough
+
+    @cute.jit
+    def weigh_masked(self, acc_S: cute.Tensor, block: Int32):
+        """Scores become weights where some row does not see some key of the block."""
+        S, key = grouped(acc_S), block * self.cfg.tile_n
+        if keys_seen(self.problem, self.rows.first, self.shape) < key + self.cfg.tile_n:
+            mask_scores(self.problem, S, self.cS, self.rows.first, key, self.shape)
+        self.softmax.exact(S)
+        self.softmax.rescale(grouped(self.acc_O))
+
+    @cute.jit
+    def weigh(self, acc_S: cute.Tensor, stage: Int32, rough: Boolean) -> Boolean:
+        """The same where every row sees every key; whether later blocks are rough."""
+        S = grouped(acc_S)
+        if const_expr(self.cfg.exact_max):
+            self.softmax.exact(S)
+            self.softmax.rescale(grouped(self.acc_O))
+        else:
+            outcome = Int32(LOST)
+            if not rough:
+                outcome = self.softmax.late(S)
+            if outcome != KEPT:
+                if outcome == LOST:
+                    if not rough:  # softmax.late has overwritten the scores; K is still there
+                        self.scores(acc_S, stage)
+                    self.softmax.exact(S)
+                    rough = Boolean(True)
+                self.softmax.rescale(grouped(self.acc_O))
+        return rough
+
+    @cute.jit
+    def expect(self) -> Boolean:
+        """What the blocks so far say of those that every row sees whole; whether they are rough:
+        a thread has seen a quarter of its keys, and all of them lie 2^120 below the best."""
+        rough = Boolean(self.cfg.exact_max)
+        if const_expr(not self.cfg.exact_max):
+            C = acc_as_rows(self.cS)
+            for r in cutlass.range_constexpr(2 * self.cfg.m_tiles):
+                keys = keys_seen(self.problem, self.rows.first + C[r, 0][0], self.shape)
+                seen = keys - self.rows.full * self.cfg.tile_n
+                self.softmax.expect(r, seen, keys, self.cfg.tile_n / 4)
+                rough = rough | ((seen >= 8) & (self.softmax.row_sum[r] < 2.0**-120))
+            rough = cute.arch.vote_any_sync(rough)
+        return rough
+
+    @cute.jit
+    def confine_nan(self):
+        """When O has taken up all blocks that some of the rows see in part."""
+        if const_expr(self.problem.causal):
+            if rare.has_nan(self.acc_O) & (self.rows.first < self.shape.seqlen_q):
+                rare.confine_nan(
+                    self.problem, self.x, self, self.softmax, self.tile, self.tile.kv_head,
+                    self.rows.first, self.rows.full * self.cfg.tile_n, None, self.shape,
+                )  # fmt: skip
+
+    @cute.jit
+    def blocks(self):
+        """All KV blocks of the tile, those on the diagonal or at the end of the keys first."""
+        rows, stage, rough = self.rows, Int32(0), Boolean(True)
+        for i in cutlass.range(rows.end - rows.full, unroll=1):
+            stage, rough = self.block(rows.end - 1 - i, stage, rough, True)
+        self.confine_nan()
+        rough = self.expect()
+        for i in cutlass.range(rows.full, unroll=1):
+            stage, rough = self.block(rows.full - 1 - i, stage, rough, False)
+
+    @cute.jit
+    def end(self):
+        """O and LSE leave."""
+        norm, log_sum = self.softmax.finish()
+        lse = self.softmax.lse(log_sum)
+        x, smem, O = self.x, self.smem, grouped(self.acc_O)
+        output.store_rows(x.lse, lse, self.cS, self.tile, self.rows.first, self.shape.seqlen_q)
+        output.normalise(O, norm)
+        if const_expr(smem.q.width != smem.o.width):  # else a warp's rows of O lie in those of Q
+            cute.arch.barrier()
+        epilogue.put(smem.o, self.base, O, self.cS, x.gO.element_type)
+        cute.arch.barrier()
+        epilogue.store(smem.o, self.cfg.threads, self.base, x, self.tile, self.tidx)
+
+
+@cute.jit
+def rows_of(cfg, problem, tile: Tile, shape: Shape) -> Rows:
+    first = tile.m_block * cfg.tile_m
+    end = kv_block_end(cfg, problem, first + cfg.tile_m, shape)
+    return Rows(first, end, cutlass.min(first_full_block(cfg, problem, first, shape), end - 1))

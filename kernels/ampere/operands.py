@@ -1,0 +1,46 @@
+"""Named bundles, so that device functions take few arguments."""
+
+from typing import NamedTuple
+
+import cutlass.cute as cute
+from cutlass import Int32
+
+
+class Inputs(NamedTuple):
+    """Global memory."""
+
+    gQ: cute.Tensor  # (seqlen_q, head_dim, head, batch)
+    gK: cute.Tensor  # (seqlen_k, head_dim, kv_head, batch)
+    gV: cute.Tensor  # (seqlen_k, head_dim_v, kv_head, batch)
+    gO: cute.Tensor  # (seqlen_q, head_dim_v, head, batch)
+    lse: cute.Tensor  # (seqlen_q, head, batch)
+
+
+class Shape(NamedTuple):
+    """Run-time extents of one launch."""
+
+    seqlen_q: Int32
+    seqlen_k: Int32
+    heads_q: Int32
+    q_per_kv: Int32  # query heads that share a KV head
+    m_blocks: Int32
+    head_batches: Int32  # heads_q * batch
+    group: Int32  # heads whose K and V share the L2
+    tail: Int32  # heads of the last group
+
+
+class Tile(NamedTuple):
+    """Coordinates of one CTA's work."""
+
+    m_block: Int32
+    head: Int32
+    batch: Int32
+    kv_head: Int32
+
+
+class Rows(NamedTuple):
+    """What the rows of a tile read."""
+
+    first: Int32  # row
+    end: Int32  # one past their last KV block
+    full: Int32  # blocks below need no element mask

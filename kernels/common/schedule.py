@@ -1,0 +1,35 @@
+"""Which tile of queries comes when: the longest first where tiles differ, and heads that share
+their keys, or the L2 with them, together."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, const_expr
+
+
+def groups(l2_mb: int, heads: Int32, q_per_kv: Int32, head_bytes: Int64):
+    """(heads whose K and V, head_bytes each, share l2_mb megabytes; heads of the last group).
+    heads: of all sequences."""
+    group = cutlass.max(Int64(l2_mb << 20) // head_bytes, Int64(1)) * q_per_kv
+    group = Int32(cutlass.min(group, Int64(heads)))
+    return group, heads - (heads - group) // group * group  # whole groups before it
+
+
+@cute.jit
+def place(problem, shape, index: Int32):
+    """(m_block, head, batch) of the index-th tile."""
+    if const_expr(problem.causal):
+        tail = shape.head_batches - shape.tail
+        first = index // (shape.m_blocks * shape.group) * shape.group
+        width = shape.group
+        if first >= tail:
+            first = tail
+            width = shape.tail
+        rest = index - first * shape.m_blocks
+        row = rest // width
+        m_block = shape.m_blocks - 1 - row
+        head_batch = first + rest - row * width
+    else:
+        head_batch = index // shape.m_blocks
+        m_block = index - head_batch * shape.m_blocks
+    batch = head_batch // shape.heads_q
+    return m_block, head_batch - batch * shape.heads_q, batch
