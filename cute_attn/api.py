@@ -8,7 +8,7 @@ from cute_attn import autograd, launch, tuning
 from cute_attn import backward as gradients
 from cute_attn import compile as jit
 from cute_attn.backward import BwdExplanation
-from cute_attn.config import BwdConfig, FwdConfig
+from cute_attn.config import AmpereConfig, BwdConfig, FwdConfig
 from cute_attn.explanation import Explanation as Explanation
 from cute_attn.explanation import explained
 from cute_attn.problem import DTYPES, Problem
@@ -51,7 +51,7 @@ def fwd(
     o_scale: "Tensor | None" = None,
     return_lse: bool = False,
     return_amax: bool = False,
-    config: FwdConfig | None = None,
+    config: FwdConfig | AmpereConfig | None = None,
     arch: str | None = None,
 ) -> "Tensor | tuple[Tensor, ...]":
     """Exact attention, softmax(q k^T * softmax_scale) v, in bf16, fp16 or FP8.
@@ -64,8 +64,10 @@ def fwd(
     out         (batch, seqlen_q, nheads_q, head_dim_v) in q's dtype, to be written; a contiguous
                 tensor, or any whose rows are 16-byte aligned, is written without a copy
     return_lse  also return the fp32 log-sum-exp of the scores, (batch, nheads_q, seqlen_q)
-    config      a FwdConfig instead of the one that tuning.pick takes; see explain
-    arch        'sm90' or 'cpu'; default what q's device runs
+    config      a FwdConfig instead of the one that tuning.pick takes, for 'sm80' an AmpereConfig
+                instead of tuning_sm80.pick's; see explain
+    arch        'sm90', 'sm80' or 'cpu'; default what q's device runs: GPUs of compute capability
+                9.0 and 8.x. Any newer one runs 'sm80' on request
 
     Scores are held in fp32: beyond 2^24 they do not tell neighbours apart. In bf16, where they rise
     by more than 2^32 along the keys, |v| may be up to 2^80, or any if config has exact_max.
@@ -303,7 +305,7 @@ def explain(
     *,
     causal: bool = ...,
     softmax_scale: float | None = ...,
-    config: FwdConfig | None = ...,
+    config: FwdConfig | AmpereConfig | None = ...,
     arch: str | None = ...,
     backward: Literal[False] = ...,
     **others: Any,
@@ -340,7 +342,8 @@ def explain(
     """What fwd with the same arguments, FP8's included, or bwd if backward, would run, without
     running or compiling it.
 
-    Here arch='sm90' goes with tensors of any device, the meta device included. Raises as they do.
+    Here arch='sm90' and 'sm80' go with tensors of any device, the meta device included. Raises as
+    they do.
     """
     unknown = others.keys() - ((bwd if backward else fwd).__kwdefaults__ or {}).keys()
     if unknown:
@@ -364,12 +367,10 @@ def explain(
         given = found.problem, found.config, found.arch, device, found.copies
         return explained(*given, found.quantise)
     negative = softmax_scale is not None and launch.checked_scale(softmax_scale) < 0
-    if arch == "sm90":
-        plan = launch.make_plan(q, k, v, causal, negative, config, arch, foreign=True)
-    else:
-        plan = launch.make_plan(q, k, v, causal, negative, config, arch)
+    foreign = arch in ("sm80", "sm90")
+    plan = launch.make_plan(q, k, v, causal, negative, config, arch, foreign=foreign)
     copies = tuple(name for name, t in (("q", q), ("k", k), ("v", v)) if launch.needs_copy(t))
-    return explained(plan.problem, plan.config, plan.arch, plan.device, copies)
+    return explained(plan.problem, plan.config, plan.target, plan.device, copies)
 
 
 def warmup(
@@ -379,7 +380,7 @@ def warmup(
     dtype: Any = "bf16",
     causal: bool = False,
     softmax_scale: float | None = None,
-    config: FwdConfig | BwdConfig | None = None,
+    config: FwdConfig | AmpereConfig | BwdConfig | None = None,
     arch: str | None = None,
     backward: bool = False,
     deterministic: bool = False,
@@ -407,6 +408,11 @@ def warmup(
             raise ValueError("arch is None and there is no GPU to take it from: name one, 'sm90'")
         arch = launch.choose_arch(torch.device("cuda", torch.cuda.current_device()), None)
     launch.check_arch_name(arch)
+    if arch == "sm80" and (backward or preset is not None):
+        what = "the backward" if backward else "FP8"
+        launch.choose_hopper(torch.device("cpu"), arch, what)
+    here = here and launch.runs_here(arch)
+    target = launch.compile_target(torch.device("cuda" if here else "cpu"), arch)
     negative = softmax_scale is not None and launch.checked_scale(softmax_scale) < 0
     name = DTYPES.get(str(dtype), str(dtype))
     width = head_dim if head_dim_v is None else head_dim_v
@@ -417,8 +423,8 @@ def warmup(
 
         jobs += fp8.kernels_of_preset(problem, preset, None if backward else config)
     elif config is None or not backward:
-        jobs.append((problem, launch.choose_config(problem, config)))  # type: ignore[arg-type]
-    if config is None and preset is None:
+        jobs.append((problem, launch.choose_config(problem, config, target)))  # type: ignore[arg-type]
+    if config is None and preset is None and arch != "sm80":
         jobs.append((problem, tuning.split(problem)))
     if backward and (config is not None or arch != "cpu"):
         chosen = gradients.choose_config(problem, config, deterministic)  # type: ignore[arg-type]
@@ -426,12 +432,12 @@ def warmup(
     if arch == "cpu":
         return
     for each in jobs:
-        jit.get(*each, arch)
-        if here and launch.runs_here(arch) and not torch.cuda.is_current_stream_capturing():
-            _first_launch(problem, each[1], preset)
+        jit.get(*each, target)
+        if here and not torch.cuda.is_current_stream_capturing():
+            _first_launch(problem, each[1], preset, arch)
 
 
-def _first_launch(problem: Problem, config: Any, preset: str | None) -> None:
+def _first_launch(problem: Problem, config: Any, preset: str | None, arch: str) -> None:
     """The driver loads a kernel at its first launch, which a graph under capture may not do."""
     import torch
 
@@ -445,7 +451,7 @@ def _first_launch(problem: Problem, config: Any, preset: str | None) -> None:
         lse = torch.zeros(1, 1, 1, device="cuda")
         gradients.backward(v, q, q, v, v, lse, problem.causal, scale, config=config)
     elif preset is None:
-        launch.forward(q, q, v, problem.causal, scale, config=config)
+        launch.forward(q, q, v, problem.causal, scale, config=config, arch=arch)
     elif isinstance(config, FwdConfig):  # what quantises is launched with it
         fwd(q, q, v, causal=problem.causal, softmax_scale=scale, preset=preset, config=config)
 

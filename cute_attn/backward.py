@@ -136,6 +136,7 @@ def make_plan(
     """Check the call. Nothing is compiled or allocated here; a first launch does both."""
     if not isinstance(deterministic, bool):
         raise TypeError(f"deterministic is {deterministic!r}: a bool is wanted")
+    launch.choose_hopper(q.device, arch, "the backward")
     call = launch.make_plan(q, k, v, causal, negative, arch=arch)
     _check("dout", dout, call, call.out_shape, call.dtype)
     _check("out", out, call, call.out_shape, call.dtype)
@@ -260,6 +261,8 @@ def explain(
     """Arguments and errors are those of cute_attn.explain(..., backward=True)."""
     if not isinstance(deterministic, bool):
         raise TypeError(f"deterministic is {deterministic!r}: a bool is wanted")
+    if arch != "sm90":
+        launch.choose_hopper(q.device, arch, "the backward")
     plan = launch.make_plan(q, k, v, causal, arch=arch, foreign=arch == "sm90")
     problem = kernel_problem(plan.problem)
     chosen = choose_config(problem, config, deterministic)

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from cute_attn.config import (
+    AmpereConfig,
     BwdConfig,
     Fp8Config,
     FwdConfig,
@@ -30,11 +31,14 @@ from cute_attn.config import (
 from cute_attn.problem import Problem
 
 Kernel = Callable[..., Any]
-Config = FwdConfig | BwdConfig
+Config = FwdConfig | AmpereConfig | BwdConfig
 AnyConfig = Config | QuantizeConfig | TransposeConfig
 
-DSL_ARCH = {"sm90": "sm_90a"}  # the architectures that kernels exist for
+# The architectures that kernels exist for, each with the chip that it is compiled for if no other
+# is named, as in 'sm80:sm_86'
+DSL_ARCH = {"sm90": "sm_90a", "sm80": "sm_80"}
 BUILDERS = {"sm90": "cute_attn.kernels.hopper.fwd:compile_fwd"}
+AMPERE_BUILDERS = {"sm80": "cute_attn.kernels.ampere.fwd:compile_fwd"}
 FP8_BUILDERS = {"sm90": "cute_attn.kernels.hopper.fp8_fwd:compile_fp8_fwd"}
 BACKWARD_BUILDERS = {"sm90": "cute_attn.kernels.hopper.bwd:compile_bwd"}
 QUANTIZE_BUILDERS = {"sm90": "cute_attn.kernels.hopper.quantize:compile_quantize"}
@@ -54,7 +58,7 @@ def get(problem: Problem, config: AnyConfig, arch: str) -> Kernel:
     """The kernel that serves the problem's class; a first call compiles, which takes seconds.
 
     Raises ImportError without a suitable CuTe DSL and NotImplementedError for an arch without
-    kernels. The result is called as kernels/hopper/fwd.py says.
+    kernels. The result is called as the fwd.py of its folder says.
     """
     key = (problem.static(), config, arch)
     kernel = _memory.get(key)
@@ -149,8 +153,10 @@ def cache_size() -> int:
 
 
 def _from_disk_or_build(problem: Problem, config: AnyConfig, arch: str) -> Kernel:
-    if arch not in BUILDERS:
-        raise NotImplementedError(f"arch is {arch!r}: kernels exist for {', '.join(BUILDERS)}")
+    if not builder(config, arch):
+        raise NotImplementedError(
+            f"arch is {arch!r}: {type(config).__name__}'s kernels are not built for it"
+        )
     _import_dsl()
     place = _open_cache()
     if place.path is None:
@@ -202,7 +208,7 @@ def _build(problem: Problem, config: AnyConfig, arch: str) -> bytes:
     global _compiles
     module, _, name = builder(config, arch).partition(":")
     build = getattr(importlib.import_module(module), name)
-    compiled = build(problem, config, f"--gpu-arch {DSL_ARCH[arch]}")
+    compiled = build(problem, config, f"--gpu-arch {target(arch)}")
     _compiles += 1
     with tempfile.TemporaryDirectory() as directory:
         path = os.path.join(directory, "kernel.o")
@@ -210,17 +216,24 @@ def _build(problem: Problem, config: AnyConfig, arch: str) -> bytes:
         return Path(path).read_bytes()
 
 
+def target(arch: str) -> str:
+    """The chip, as the compiler calls it; '' where there is none."""
+    family, _, chip = arch.partition(":")
+    return chip or DSL_ARCH.get(family, "")
+
+
 def builder(config: AnyConfig, arch: str) -> str:
     """'module:function' that compiles it, '' where there is none."""
     table = BUILDERS
     for kind, builders in (
+        (AmpereConfig, AMPERE_BUILDERS),
         (BwdConfig, BACKWARD_BUILDERS),
         (Fp8Config, FP8_BUILDERS),
         (QuantizeConfig, QUANTIZE_BUILDERS),
         (TransposeConfig, TRANSPOSE_BUILDERS),
     ):
         table = builders if isinstance(config, kind) else table
-    return table.get(arch, "")
+    return table.get(arch.partition(":")[0], "")
 
 
 def _load_module(path: str) -> Kernel:
@@ -244,7 +257,7 @@ def _load_bytes(code: bytes) -> Kernel:
 def _file_name(problem: Problem, config: AnyConfig, arch: str) -> str:
     """Reads the environment each time: a test, or a user, may change it between two compiles."""
     dsl_settings = sorted(item for item in os.environ.items() if item[0].startswith("CUTE_DSL_"))
-    parts = (problem, config, arch, DSL_ARCH.get(arch), builder(config, arch), dsl_settings)
+    parts = (problem, config, arch, target(arch), builder(config, arch), dsl_settings)
     text = repr((*parts, _sources(), _toolchain(), _host_cpu()))
     return hashlib.sha256(text.encode()).hexdigest()[:40] + ".o"
 

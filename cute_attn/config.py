@@ -6,13 +6,9 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 from cute_attn.problem import Fp8Problem, Problem, round_up
 
 SMEM_LIMIT = 232_448  # bytes of dynamic shared memory one CTA may have on sm_90
-SMEM_LIMITS = {  # the same of every target of the Ampere kernels; of newer ones, 10.0 is like 9.0
-    "sm_80": 166_912,
-    "sm_86": 101_376,
-    "sm_87": 166_912,
-    "sm_89": 101_376,
-    "sm_90a": SMEM_LIMIT,
-}
+# The same by chips that the Ampere kernels are compiled for
+AMPERE_SMEM_LIMITS = {"sm_80": 166_912, "sm_87": 166_912, "sm_86": 101_376, "sm_89": 101_376}
+AMPERE_SMEM_LIMITS |= {"sm_90a": SMEM_LIMIT, "sm_100a": SMEM_LIMIT, "sm_103a": SMEM_LIMIT}
 BARRIER_BYTES = 1024  # what the mbarriers and tickets may take, alignment included
 REGISTERS = {1: (240, 56), 2: (240, 24), 3: (160, 32)}  # warpgroups -> (consumer, producer)
 FILL = 132  # tiles that keep every SM of an H100 or H200 busy
@@ -233,6 +229,10 @@ class AmpereConfig:
         """Into how many parts the keys are split: they are not."""
         return 1
 
+    def launches(self, problem: AnyProblem) -> tuple[AnyProblem, ...]:
+        """What one call takes."""
+        return (problem,)
+
     def smem_bytes(self, problem: Problem, itemsize: int = 2) -> int:
         d, dv = problem.tile_dim, problem.tile_dim_v
         ring = self.kv_stages * self.tile_n * (d + dv)
@@ -241,28 +241,22 @@ class AmpereConfig:
     def accumulator_registers(self, problem: Problem) -> int:
         """Registers per thread that S and O (fp32), and Q where it stays, hold at once."""
         q = problem.static().head_dim // 4 if self.q_in_regs else 0
-        return (
-            self.m_tiles * (self.tile_n // 4 + problem.tile_dim_v // 4) * 2 // 1 + self.m_tiles * q
-        )
+        return self.m_tiles * (self.tile_n // 2 + problem.tile_dim_v // 2 + q)
 
-    def infeasible(self, problem: Problem, smem_limit: int = SMEM_LIMITS["sm_80"]) -> str:
-        """Why this config cannot serve the problem, naming the limit; '' if it can."""
-        smem = self.smem_bytes(problem)
-        if smem > smem_limit:
-            return f"shared memory {smem} bytes > {smem_limit}"
+    def infeasible(self, problem: Problem, target: str = "sm_80") -> str:
+        """Why this config cannot serve the problem there, naming the limit; '' if it can."""
+        smem, most = self.smem_bytes(problem), ampere_smem_limit(target)
+        if smem > most:
+            return f"shared memory {smem} bytes > {most}"
         held, limit = self.accumulator_registers(problem), self.registers[0] - 24
         if held > limit:
             return f"accumulators need {held} registers per thread > {limit}"
-        for width in (problem.tile_dim, problem.tile_dim_v):
-            panel = next(n for n in (64, 32, 16) if width % n == 0)
-            at_once = 8 * self.threads // panel
-            for name, rows in (("tile_m", self.tile_m), ("tile_n", self.tile_n)):
-                if rows % at_once:
-                    return (
-                        f"{self.threads} threads load {at_once} rows at once of a tile {width} "
-                        f"wide: {name} {rows} is no multiple"
-                    )
         return ""
+
+
+def ampere_smem_limit(target: str) -> int:
+    """Bytes of dynamic shared memory that a CTA may have; of a chip not known, the least."""
+    return AMPERE_SMEM_LIMITS.get(target, min(AMPERE_SMEM_LIMITS.values()))
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from cute_attn import compile as jit
 from cute_attn import launch
-from cute_attn.config import FwdConfig
+from cute_attn.config import AmpereConfig, FwdConfig
 from cute_attn.problem import Fp8Problem, Problem
 
 if TYPE_CHECKING:
@@ -22,10 +22,10 @@ class Explanation:
     """What fwd would run; print it."""
 
     problem: Problem
-    config: FwdConfig
+    config: FwdConfig | AmpereConfig
     arch: str
     smem_bytes: int  # shared memory per CTA
-    registers: tuple[int, int]  # per thread, (consumer, producer)
+    registers: tuple[int, int]  # per thread, (consumer, producer); alike where all do both
     threads: int  # per CTA
     parts: int  # of the keys, each on a CTA of its own and merged by a second kernel; 1: not split
     tiles: int  # of tile_m query rows and a part of the keys
@@ -52,7 +52,9 @@ class Explanation:
         else:
             lines += [
                 f"smem       {self.smem_bytes} bytes per CTA",
-                f"registers  {self.registers[0]} consumer, {self.registers[1]} producer",
+                f"registers  {self.registers[0]} consumer, {self.registers[1]} producer"
+                if self.arch == "sm90"
+                else f"registers  at most {self.registers[0]}",
                 f"grid       {self.grid} CTAs of {self.threads} threads, {self.tiles} query tiles"
                 + (f", keys in {self.parts} parts" if self.parts > 1 else "")
                 + (f", {self.launches} times" if self.launches > 1 else ""),
@@ -66,18 +68,19 @@ class Explanation:
 
 def explained(
     p: Problem,
-    c: FwdConfig,
-    arch: str,
+    c: FwdConfig | AmpereConfig,
+    target: str,
     device: "torch.device",
     copies: tuple[str, ...],
     quantise: "QuantizeConfig | None" = None,
 ) -> Explanation:
-    """What fwd runs with c on p. device: of the tensors; copies: of them, before the launch."""
+    """What fwd runs with c on p, compiled for target. device: of the tensors; copies: of them,
+    before the launch."""
     parts, launches = c.parts(p), c.launches(p)
     empty = 0 in (p.batch, p.seqlen_q, p.seqlen_k, p.heads_q)
     tiles = 0 if empty else -(-p.seqlen_q // c.tile_m) * p.heads_q * p.batch * parts
-    persistent = c.schedule != "grid"
-    states = ["not compiled" if arch == "cpu" else jit.state(each, c, arch) for each in launches]
+    persistent, arch = c.schedule != "grid", target.partition(":")[0]
+    states = ["not compiled" if arch == "cpu" else jit.state(each, c, target) for each in launches]
     return Explanation(
         p,
         c,

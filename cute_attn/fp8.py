@@ -124,7 +124,7 @@ def choose(
     if given is not None and pack.v is not None and pack.v.dtype == E4M3:
         copies = [*(name for name in copies if name != "v"), "v"]  # to vt
     device = pack.q.device if given is not None else q.device  # type: ignore[union-attr]
-    arch = options.arch if foreign.foreign else launch.choose_arch(device, options.arch)
+    arch = options.arch if foreign.foreign else launch.choose_hopper(device, options.arch, "FP8")
     return Chosen(problem, config, str(arch), quantise, tuple(copies))
 
 
@@ -270,7 +270,7 @@ def _checked(
     if options.config is not None and not isinstance(options.config, Fp8Config):
         raise TypeError(f"config is {options.config!r}: FP8 wants an Fp8Config")
     if not options.foreign:
-        launch.choose_arch(q.device, options.arch)
+        launch.choose_hopper(q.device, options.arch, "FP8")
     return scale, dtype
 
 

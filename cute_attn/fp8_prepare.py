@@ -67,7 +67,7 @@ def make_plan(v: Tensor) -> Plan:
     shape = vt_shape(v)
     problem = Problem("bf16", 16, v.shape[3]).static()  # of e4m3 only head_dim_v matters
     empty = v.device.type == "cpu" or 0 in shape
-    native = launch._native_arch(v.device)
+    native = launch.choose_hopper(v.device, None, "FP8")
     index = -1 if empty or native == "cpu" else v.device.index or 0
     direct = v.stride(3) == 1 and all(s % 16 == 0 and s >= 0 for s in v.stride()[:3])
     return Plan(problem, shape, launch._contiguous_stride(shape), index, direct)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from cute_attn import compile as jit
-from cute_attn import tuning
-from cute_attn.config import FwdConfig
+from cute_attn import tuning, tuning_sm80
+from cute_attn.config import AmpereConfig, FwdConfig
 from cute_attn.problem import Problem
 
 MAX_SCALE = 1e38  # the kernel multiplies by log2(e) in fp32
@@ -50,7 +50,7 @@ class Plan:
     """What does not change between two calls with the same key."""
 
     problem: Problem
-    config: FwdConfig
+    config: FwdConfig | AmpereConfig
     arch: str
     device: torch.device
     dtype: torch.dtype
@@ -72,6 +72,7 @@ class Plan:
     counts: bool = False  # the schedule draws tickets from a counter
     scratch: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()  # shapes, strides; fp32
     no_lse: Tensor | None = None  # one float of lse_shape: where an LSE goes that nobody wants
+    target: str = "sm90"  # what it is compiled for, as compile.py names it
     kernel: jit.Kernel | None = None  # None on the CPU and for an empty problem
 
 
@@ -94,7 +95,7 @@ def forward(
     softmax_scale: float | None = None,
     out: Tensor | None = None,
     return_lse: bool = False,
-    config: FwdConfig | None = None,
+    config: FwdConfig | AmpereConfig | None = None,
     arch: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """One attention forward. Arguments, results and errors are those of cute_attn.fwd."""
@@ -194,7 +195,7 @@ def make_plan(
     v: Tensor,
     causal: bool = False,
     negative: bool = False,
-    config: FwdConfig | None = None,
+    config: FwdConfig | AmpereConfig | None = None,
     arch: str | None = None,
     foreign: bool = False,
 ) -> Plan:
@@ -208,13 +209,14 @@ def make_plan(
         if isinstance(t, Tensor) and (t.is_nested or t.layout != torch.strided):
             raise TypeError(f"{name} is nested or of layout {t.layout}: a dense tensor is wanted")
     problem = Problem.from_tensors(q, k, v, causal=causal, negative_scale=negative)
-    config = choose_config(problem, config)
     arch = arch if foreign and arch else choose_arch(q.device, arch)
+    target = compile_target(q.device, arch)
+    chosen = choose_config(problem, config, target)
     out_shape = (problem.batch, problem.seqlen_q, problem.heads_q, problem.head_dim_v)
     lse_shape = (problem.batch, problem.heads_q, problem.seqlen_q)
     return Plan(
         problem,
-        config,
+        chosen,
         arch,
         q.device,
         q.dtype,
@@ -226,16 +228,27 @@ def make_plan(
         (_extent(q), _extent(k), _extent(v)),
         direct=all(map(_loadable_strides, (q, k, v))),
         empty=0 in lse_shape or problem.seqlen_k == 0,
+        target=target,
     )
 
 
-def choose_config(problem: Problem, config: FwdConfig | None) -> FwdConfig:
-    """The measured one, or the caller's if the kernel can run it."""
-    if config is None:
-        return tuning.pick(problem)
-    if not isinstance(config, FwdConfig):
-        raise TypeError(f"config is {config!r}: a FwdConfig is wanted")
-    reason = config.infeasible(problem)
+def choose_config(
+    problem: Problem, config: FwdConfig | AmpereConfig | None, target: str = "sm90"
+) -> FwdConfig | AmpereConfig:
+    """The tuning table's, or the caller's if the kernel can run it."""
+    chip = jit.target(target)
+    if target.startswith("sm80"):
+        if config is None:
+            return tuning_sm80.pick(problem, chip)
+        if not isinstance(config, AmpereConfig):
+            raise TypeError(f"config is {config!r}: with arch 'sm80' an AmpereConfig is wanted")
+        reason = config.infeasible(problem, chip)
+    else:
+        if config is None:
+            return tuning.pick(problem)
+        if not isinstance(config, FwdConfig):
+            raise TypeError(f"config is {config!r}: a FwdConfig is wanted")
+        reason = config.infeasible(problem)
     if reason:
         raise ValueError(f"config cannot serve this problem: {reason}")
     return config
@@ -244,23 +257,53 @@ def choose_config(problem: Problem, config: FwdConfig | None) -> FwdConfig:
 def check_arch_name(arch: str) -> None:
     if arch not in ("cpu", "sm80", "sm90"):
         raise ValueError(f"arch is {arch!r}: allowed are 'cpu', 'sm80' and 'sm90'")
-    if arch == "sm80":
-        raise NotImplementedError("arch='sm80' is not built yet: kernels exist for sm90")
 
 
 def choose_arch(device: torch.device, arch: str | None) -> str:
-    """What runs tensors of this device; one clear error where nothing does."""
+    """What runs tensors of this device; one clear error where nothing does. Whatever is as new as
+    8.0 runs 'sm80' on request."""
     if arch is not None:
         check_arch_name(arch)
-    native = _native_arch(device)
+    native = "sm80" if arch == "sm80" and _runs_sm80(device) else _native_arch(device)
     if arch is not None and arch != native:
         raise ValueError(f"arch is {arch!r}, but q.device is {device}, which runs {native!r}")
     return native
 
 
+def choose_hopper(device: torch.device, arch: str | None, what: str) -> str:
+    """The same for what has no Ampere kernels."""
+    chosen = arch if arch == "sm80" else choose_arch(device, arch)
+    if chosen == "sm80":
+        raise NotImplementedError(
+            f"arch='sm80': {what} is not built for it, but for compute capability 9.0 and the CPU"
+        )
+    return chosen
+
+
+def compile_target(device: torch.device, arch: str) -> str:
+    """arch with the chip that kernels for this device are compiled for, as compile.py names it."""
+    if arch != "sm80":
+        return arch
+    major, minor = _capability(device) if device.type == "cuda" else (8, 0)
+    return f"sm80:sm_{major}{minor}{'a' if major >= 9 else ''}"
+
+
 def runs_here(arch: str) -> bool:
     """Whether the current device runs this arch."""
-    return arch == "sm90" and torch.cuda.get_device_capability() == (9, 0)
+    device = torch.device("cuda", torch.cuda.current_device())
+    return (
+        _capability(device) == (9, 0) if arch == "sm90" else arch == "sm80" and _runs_sm80(device)
+    )
+
+
+def _capability(device: torch.device) -> tuple[int, int]:
+    major, minor = torch.cuda.get_device_capability(device)
+    return major, minor
+
+
+def _runs_sm80(device: torch.device) -> bool:
+    nvidia = device.type == "cuda" and not torch.version.hip
+    return nvidia and _capability(device) >= (8, 0)
 
 
 def _native_arch(device: torch.device) -> str:
@@ -268,13 +311,16 @@ def _native_arch(device: torch.device) -> str:
         return "cpu"
     if device.type != "cuda" or torch.version.hip:  # a ROCm build calls its devices cuda
         raise ValueError(f"q.device is {device}: NVIDIA GPUs and the CPU are supported")
-    if torch.cuda.get_device_capability(device) != (9, 0):
-        major, minor = torch.cuda.get_device_capability(device)
-        raise NotImplementedError(
-            f"q.device is {device}, {torch.cuda.get_device_name(device)} of compute capability "
-            f"{major}.{minor}: kernels are built for 9.0 only; CPU tensors run anywhere"
-        )
-    return "sm90"
+    major, minor = _capability(device)
+    if (major, minor) == (9, 0):
+        return "sm90"
+    if major == 8:
+        return "sm80"
+    runs = "arch='sm80' runs here too" if major > 8 else "CPU tensors run anywhere"
+    raise NotImplementedError(
+        f"q.device is {device}, {torch.cuda.get_device_name(device)} of compute capability "
+        f"{major}.{minor}: kernels are built for 8.0 to 9.0; {runs}"
+    )
 
 
 def compiled(problem: Problem, config: jit.AnyConfig, arch: str) -> jit.Kernel:
@@ -293,7 +339,7 @@ def _bind(plan: Plan) -> None:
     index = plan.index = plan.device.index or 0
     with torch.cuda.device(plan.device):
         capturing = _capturing()
-        kernel = compiled(plan.problem, plan.config, plan.arch)
+        kernel = compiled(plan.problem, plan.config, plan.target)
         plan.sms = multiprocessors(plan.device)
         plan.counts = plan.config.schedule == "dynamic"
         plan.scratch = _scratch(plan)

@@ -251,7 +251,7 @@ def make_plan(
     config = choose_config(given, preset, seed, block, v_scales, options is None)
     problem = Problem(DTYPES[str(q.dtype)], q.shape[3], v.shape[3])
     if not foreign:
-        launch.choose_arch(q.device, None)
+        launch.choose_hopper(q.device, None, "FP8")
     empty = 0 in q.shape[:3] or k.shape[1] == 0
     rows = _chunk(q.shape[1]), _chunk(k.shape[1]), block or max(16, round_up(k.shape[1], 16))
     return Plan(

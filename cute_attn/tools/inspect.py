@@ -17,7 +17,7 @@ from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
 
-from cute_attn.compile import DSL_ARCH, AnyConfig, builder
+from cute_attn.compile import AnyConfig, builder, target
 from cute_attn.problem import Problem
 
 # .nv.info attributes, a 4-byte header and (symbol, value) each
@@ -97,7 +97,7 @@ def build(problem: Problem, config: AnyConfig, arch: str = "sm90") -> Build:
     module, _, name = builder(config, arch).partition(":")
     compiler: Any = getattr(import_module(module), name)
     with tempfile.TemporaryDirectory() as folder:
-        keep = f"--gpu-arch {DSL_ARCH[arch]} --keep-cubin --keep-ptx --dump-dir {folder}"
+        keep = f"--gpu-arch {target(arch)} --keep-cubin --keep-ptx --dump-dir {folder}"
         compiled: Any = compiler(problem.static(), config, options=keep)
         artifacts, ir = compiled.artifacts, str(compiled.ir_module)
         cubin, ptx = bytes(artifacts.CUBIN), str(artifacts.PTX)

@@ -7,6 +7,7 @@ from cutlass import Float32, Int32
 from cute_attn.kernels.ampere.load import rows_at_once
 from cute_attn.kernels.ampere.operands import Inputs, Tile
 from cute_attn.kernels.ampere.storage import CHUNK, TileLayout
+from cute_attn.kernels.common import vectors
 from cute_attn.kernels.common.layout import acc_as_rows
 
 
@@ -43,21 +44,15 @@ def store(
     """The tile at the address `at` to global memory, by all threads."""
     out = x.gO[None, None, tile.head, tile.batch]
     chunks = layout.panel // CHUNK
-    passes = rows_at_once(layout, threads)
-    row, chunk = tidx // chunks, tidx % chunks
-    start = at + layout.at(row, chunk)
-    row = row + tile.m_block * layout.rows
-    for i in cutlass.range_constexpr(layout.rows // passes):
+    first, chunk = tidx // chunks, tidx % chunks
+    start = at + layout.at(first, chunk)
+    for down in cutlass.range_constexpr(0, layout.rows, rows_at_once(layout, threads)):
+        row = tile.m_block * layout.rows + first + down
         for p in cutlass.range_constexpr(layout.width // layout.panel):
             col = p * layout.panel + chunk * CHUNK
-            if (row + i * passes < out.shape[0]) & (col < out.shape[1]):
-                address = start + i * passes * layout.pitch + p * layout.panel_bytes
+            there = (row < out.shape[0]) & (col < out.shape[1]) & (first + down < layout.rows)
+            if there:
                 values = cute.make_rmem_tensor(CHUNK, out.element_type)
+                address = start + down * layout.pitch + p * layout.panel_bytes
                 cute.autovec_copy(shared(out.element_type, address, CHUNK), values)
-                line = cute.make_ptr(
-                    out.element_type,
-                    (out[row + i * passes, None].iterator + col).toint(),
-                    cute.AddressSpace.gmem,
-                    assumed_align=16,
-                )
-                cute.autovec_copy(values, cute.make_tensor(line, cute.make_layout(CHUNK)))
+                cute.autovec_copy(values, vectors.at(out[row, None], col, CHUNK))

@@ -115,7 +115,7 @@ class ForwardSm80:
             base + smem.v_start + smem.v.at(lane % 16, lane // 16),
             make_softmax(problem, scale_log2, 2 * cfg.m_tiles),
             rQ,
-            cute.make_rmem_tensor(((2, 2), cfg.m_tiles, problem.tile_dim_v // 8), Float32),
+            mainloop.accumulator(cfg, problem.tile_dim_v),
             grouped(cS),
             tidx,
         )

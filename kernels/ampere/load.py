@@ -48,17 +48,33 @@ def load(
 ):
     """The tile from row `first` on to the address `to`. sure: columns that any head dim of the
     class has; whole: all its rows are there."""
-    passes = rows_at_once(layout, threads)
+    at_once = rows_at_once(layout, threads)
     address = s.start + first * s.pitch
-    for i in cutlass.range_constexpr(layout.rows // passes):
+    for row in cutlass.range_constexpr(0, layout.rows, at_once):
         there = Int32(16)
         if const_expr(not whole):
-            there = Int32(16) if first + s.row + i * passes < s.matrix.shape[0] else Int32(0)
-        for p in cutlass.range_constexpr(layout.width // layout.panel):
-            size = there
-            if const_expr((p + 1) * layout.panel > sure):
-                inside = s.column + p * layout.panel < s.matrix.shape[1]
-                size = there if inside else Int32(0)
-            offset = i * passes * layout.pitch + p * layout.panel_bytes
-            ptx.cp_async(to + s.to + offset, address + p * layout.pitch, size)
-        address = address + s.pitch * passes
+            there = Int32(16) if first + s.row + row < s.matrix.shape[0] else Int32(0)
+        if const_expr(row + at_once > layout.rows):  # more threads than chunks are left
+            if s.row + row < layout.rows:
+                load_row(s, layout, sure, to + row * layout.pitch, address, there)
+        else:
+            load_row(s, layout, sure, to + row * layout.pitch, address, there)
+        address = address + s.pitch * at_once
+
+
+@cute.jit
+def load_row(
+    s: Source,
+    layout: TileLayout,
+    sure: cutlass.Constexpr[int],
+    to: Int32,
+    address: Int64,
+    there: Int32,
+):
+    """A chunk of every panel. there: 16 if the row is in the matrix, else 0."""
+    for p in cutlass.range_constexpr(layout.width // layout.panel):
+        size = there
+        if const_expr((p + 1) * layout.panel > sure):
+            inside = s.column + p * layout.panel < s.matrix.shape[1]
+            size = there if inside else Int32(0)
+        ptx.cp_async(to + s.to + p * layout.panel_bytes, address + p * layout.pitch, size)

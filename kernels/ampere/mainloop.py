@@ -22,7 +22,7 @@ from cute_attn.kernels.ampere import epilogue, load, ptx
 from cute_attn.kernels.ampere.operands import Inputs, Rows, Shape, Tile
 from cute_attn.kernels.ampere.storage import Storage
 from cute_attn.kernels.common import output, rare
-from cute_attn.kernels.common.layout import acc_as_operand_a, acc_as_rows, grouped
+from cute_attn.kernels.common.layout import acc_as_operand_a, acc_as_rows
 from cute_attn.kernels.common.mask import first_full_block, keys_seen, kv_block_end, mask_scores
 from cute_attn.kernels.common.softmax import KEPT, LOST, OnlineSoftmax
 
@@ -48,7 +48,7 @@ class Worker:
     at_v: Int32
     softmax: OnlineSoftmax
     rQ: cute.Tensor | None  # (8, m-tiles, steps) where Q is kept in registers
-    acc_O: cute.Tensor  # ((2, 2), m-tiles, head_dim_v/8) fp32
+    acc_O: cute.Tensor  # ((2, 2, head_dim_v/8), m-tiles, 1) fp32
     cS: cute.Tensor  # (row, col) of every score this thread owns
     tidx: Int32
 
@@ -85,7 +85,8 @@ class Worker:
     def mma(self, acc: cute.Tensor, m: int, n: int, A: cute.Tensor, B: cute.Tensor, half: int):
         """Of 16 rows, 8 columns and 16 steps, into tile (m, n) of acc."""
         atom = cute.make_mma_atom(warp.MmaF16BF16Op(A.element_type, Float32, (16, 8, 16)))
-        C = cute.make_tensor(acc[None, m, n].iterator, cute.make_layout(((2, 2), 1, 1)))
+        C = acc[(None, None, n), m, 0]
+        C = cute.make_tensor(C.iterator, cute.make_layout(((2, 2), 1, 1)))
         half_B = cute.make_tensor(B.iterator + 4 * half, cute.make_layout(((2, 2), 1, 1)))
         A = cute.make_tensor(A.iterator, cute.make_layout(((2, 2, 2), 1, 1)))
         cute.gemm(atom, C, A, half_B, C)
@@ -128,7 +129,7 @@ class Worker:
     def add_values(self, acc_S: cute.Tensor, stage: Int32):
         """O += P V; weights are rounded to 16 bits where they are used, 16 keys at a time."""
         V, layout = self.at_v + stage * self.smem.v.bytes, self.smem.v
-        S, dtype = acc_as_operand_a(grouped(acc_S)), self.x.gV.element_type
+        S, dtype = acc_as_operand_a(acc_S), self.x.gV.element_type
         for k in cutlass.range_constexpr(self.cfg.tile_n // STEP):
             P = cute.make_rmem_tensor((8, self.cfg.m_tiles), dtype)
             for m in cutlass.range_constexpr(self.cfg.m_tiles):
@@ -160,7 +161,7 @@ class Worker:
         self.arrive()
         before = stage - 1 if stage > 0 else Int32(stages - 1)
         self.load_block(block - (stages - 1), before, True)
-        acc_S = cute.make_rmem_tensor(((2, 2), self.cfg.m_tiles, self.cfg.tile_n // 8), Float32)
+        acc_S = accumulator(self.cfg, self.cfg.tile_n)
         self.scores(acc_S, stage)
         if const_expr(masked):
             self.weigh_masked(acc_S, block)
@@ -173,30 +174,29 @@ class Worker:
     @cute.jit
     def weigh_masked(self, acc_S: cute.Tensor, block: Int32):
         """Scores become weights where some row does not see some key of the block."""
-        S, key = grouped(acc_S), block * self.cfg.tile_n
+        key = block * self.cfg.tile_n
         if keys_seen(self.problem, self.rows.first, self.shape) < key + self.cfg.tile_n:
-            mask_scores(self.problem, S, self.cS, self.rows.first, key, self.shape)
-        self.softmax.exact(S)
-        self.softmax.rescale(grouped(self.acc_O))
+            mask_scores(self.problem, acc_S, self.cS, self.rows.first, key, self.shape)
+        self.softmax.exact(acc_S)
+        self.softmax.rescale(self.acc_O)
 
     @cute.jit
     def weigh(self, acc_S: cute.Tensor, stage: Int32, rough: Boolean) -> Boolean:
         """The same where every row sees every key; whether later blocks are rough."""
-        S = grouped(acc_S)
         if const_expr(self.cfg.exact_max):
-            self.softmax.exact(S)
-            self.softmax.rescale(grouped(self.acc_O))
+            self.softmax.exact(acc_S)
+            self.softmax.rescale(self.acc_O)
         else:
             outcome = Int32(LOST)
             if not rough:
-                outcome = self.softmax.late(S)
+                outcome = self.softmax.late(acc_S)
             if outcome != KEPT:
                 if outcome == LOST:
                     if not rough:  # softmax.late has overwritten the scores; K is still there
                         self.scores(acc_S, stage)
-                    self.softmax.exact(S)
+                    self.softmax.exact(acc_S)
                     rough = Boolean(True)
-                self.softmax.rescale(grouped(self.acc_O))
+                self.softmax.rescale(self.acc_O)
         return rough
 
     @cute.jit
@@ -240,7 +240,7 @@ class Worker:
         """O and LSE leave."""
         norm, log_sum = self.softmax.finish()
         lse = self.softmax.lse(log_sum)
-        x, smem, O = self.x, self.smem, grouped(self.acc_O)
+        x, smem, O = self.x, self.smem, self.acc_O
         output.store_rows(x.lse, lse, self.cS, self.tile, self.rows.first, self.shape.seqlen_q)
         output.normalise(O, norm)
         if const_expr(smem.q.width != smem.o.width):  # else a warp's rows of O lie in those of Q
@@ -248,6 +248,11 @@ class Worker:
         epilogue.put(smem.o, self.base, O, self.cS, x.gO.element_type)
         cute.arch.barrier()
         epilogue.store(smem.o, self.cfg.threads, self.base, x, self.tile, self.tidx)
+
+
+def accumulator(cfg, width: int) -> cute.Tensor:
+    """Of a warp's rows, laid out as those of WGMMA are: ((2, 2, width/8), m-tiles, 1) fp32."""
+    return cute.make_rmem_tensor(((2, 2, width // 8), cfg.m_tiles, 1), Float32)
 
 
 @cute.jit
