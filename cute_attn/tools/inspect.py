@@ -28,9 +28,6 @@ GOLDEN_OPCODES = (
     *(
         "HGMMA",
         "QGMMA",
-        "HMMA",
-        "LDSM",
-        "LDGSTS",
         "MUFU.EX2",
         "FFMA",
         "FMUL",
@@ -44,6 +41,7 @@ GOLDEN_OPCODES = (
     *("SYNCS", "BAR", "WARPGROUP", "UTMALDG", "UTMASTG", "REDG", "STL", "LDL", "TOTAL"),
 )
 WARPGROUP_PRODUCTS = ("HGMMA", "QGMMA")
+AMPERE_OPCODES = ("HMMA", "LDSM", "LDGSTS")  # which Hopper kernels have in rare branches only
 INSTRUCTION = re.compile(
     r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:\{\s*)?(@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)((?:\.\w+)*)(.*)$"
 )
@@ -70,8 +68,11 @@ class Resources:
 
     def golden(self) -> dict[str, Any]:
         """What tests/golden_counts.json keeps of it."""
-        pick = [{op: c[op] for op in GOLDEN_OPCODES if c.get(op)} for c in self.loops]
-        kernel = {op: self.counts[op] for op in GOLDEN_OPCODES if self.counts.get(op)}
+        opcodes = GOLDEN_OPCODES
+        if product_opcodes(self.counts) != WARPGROUP_PRODUCTS:
+            opcodes = (*AMPERE_OPCODES, *opcodes)
+        pick = [{op: c[op] for op in opcodes if c.get(op)} for c in self.loops]
+        kernel = {op: self.counts[op] for op in opcodes if self.counts.get(op)}
         return {"registers": self.registers, "smem": self.smem, "kernel": kernel, "loops": pick}
 
 

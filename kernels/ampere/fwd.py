@@ -63,6 +63,7 @@ class ForwardSm80:
             block=(self.cfg.threads, 1, 1),
             stream=stream,
             min_blocks_per_mp=self.cfg.ctas,
+            preferred_smem_carveout=100,  # percent; unsaid, the DSL would ask a device
         )
 
     def shape(self, x: Inputs) -> Shape:
