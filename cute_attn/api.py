@@ -64,10 +64,8 @@ def fwd(
     out         (batch, seqlen_q, nheads_q, head_dim_v) in q's dtype, to be written; a contiguous
                 tensor, or any whose rows are 16-byte aligned, is written without a copy
     return_lse  also return the fp32 log-sum-exp of the scores, (batch, nheads_q, seqlen_q)
-    config      a FwdConfig instead of the one that tuning.pick takes, for 'sm80' an AmpereConfig
-                instead of tuning_sm80.pick's; see explain
-    arch        'sm90', 'sm80' or 'cpu'; default what q's device runs: GPUs of compute capability
-                9.0 and 8.x. Any newer one runs 'sm80' on request
+    config      a FwdConfig, for 'sm80' an AmpereConfig, instead of the tuning table's; see explain
+    arch        'sm90', 'sm80' (any newer GPU too) or 'cpu'; default what q's device runs
 
     Scores are held in fp32: beyond 2^24 they do not tell neighbours apart. In bf16, where they rise
     by more than 2^32 along the keys, |v| may be up to 2^80, or any if config has exact_max.

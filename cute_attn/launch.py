@@ -285,7 +285,8 @@ def compile_target(device: torch.device, arch: str) -> str:
     if arch != "sm80":
         return arch
     major, minor = _capability(device) if device.type == "cuda" else (8, 0)
-    return f"sm80:sm_{major}{minor}{'a' if major >= 9 else ''}"
+    chip = f"sm_{major}{minor}{'a' if major >= 9 else ''}"
+    return arch if chip == jit.DSL_ARCH[arch] else f"{arch}:{chip}"
 
 
 def runs_here(arch: str) -> bool:

@@ -61,3 +61,10 @@ def candidates(problem: Problem) -> Iterator[AmpereConfig]:
             for tile_n, stages in product((32, 48, 64, 96, 128), (2, 3)):
                 for q_in_regs, exact_max in product(either, either):
                     yield AmpereConfig(tile_m, tile_n, warps, stages, q_in_regs, ctas, exact_max)
+
+
+def spilled_bytes(problem: Problem, config: AmpereConfig) -> int:
+    """Local memory a thread may use. Statistics of 4 rows a thread do not fit 255 registers beside
+    O and S of 32 rows: between two softmaxes some of them wait there, which is at most 2 in 100 of
+    the instructions of a block."""
+    return 160 if config.accumulator_registers(problem) >= 160 else 0

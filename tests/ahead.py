@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from helpers import BF16, FP16, HEAD_DIMS, sweep_causal
 
-from cute_attn import backward, quantize_launch, tuning, tuning_fp8
+from cute_attn import backward, launch, quantize_launch, tuning, tuning_fp8, tuning_sm80
 from cute_attn import compile as jit
 from cute_attn.config import QuantizeConfig, TransposeConfig
 from cute_attn.problem import DTYPES, Fp8Problem, Problem
@@ -121,8 +121,8 @@ def quantize_jobs():
 
 
 def jobs_of(items):
-    """What the chosen tests need: nothing for a few of them."""
-    gpu = [item for item in items if "gpu" in item.keywords]
+    """What the chosen tests need of Hopper's kernels: nothing for a few of them."""
+    gpu = [item for item in items if "gpu" in item.keywords and "sm80" not in item.keywords]
     if len(gpu) <= FEW_TESTS and not any("head_dim" in item.name for item in gpu):
         return []
     files = {item.path.stem for item in gpu}
@@ -134,12 +134,25 @@ def jobs_of(items):
     return sorted(set(found), key=repr)
 
 
+def ampere_jobs_of(items, chip):
+    """The same of Ampere's, for a chip as the compiler calls it."""
+    if sum("sm80" in item.keywords for item in items) <= FEW_TESTS:
+        return []
+    problems = sorted({problem for problem, _ in forward_jobs()}, key=repr)
+    return [(p, tuning_sm80.pick(p, chip)) for p in problems]
+
+
 def compile_ahead(items):
-    """The jobs that are ready afterwards; raises RuntimeError where that fails."""
-    jobs = jobs_of(items)
+    """Hopper's jobs that are ready afterwards; raises RuntimeError where that fails."""
+    runs = [item for item in items if not item.get_closest_marker("skip")]
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    processes = max(1, (os.cpu_count() or 1) // workers)
+    jobs = jobs_of(runs)
     if jobs:
-        build_ahead(jobs, max(1, (os.cpu_count() or 1) // workers))
+        build_ahead(jobs, processes)
+    if any("sm80" in item.keywords for item in runs):
+        target = launch.compile_target(torch.device("cuda"), "sm80")
+        build_ahead(ampere_jobs_of(runs, jit.target(target)), processes, target)
     return jobs
 
 
@@ -159,5 +172,6 @@ def left_out(jobs):
         f"{' deterministic' if getattr(config, 'deterministic', False) else ''}"
         for problem, config, arch in jit._memory
         if (problem, config, arch) not in known
+        and arch == "sm90"
         and (isinstance(config, QuantizeConfig | TransposeConfig) or config in of_table(problem))
     ]

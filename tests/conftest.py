@@ -5,18 +5,20 @@ import pytest
 os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")  # read when cutlass is imported: no GPU needed
 
 
-def _why_no_gpu():
-    """'' on a Hopper GPU, else why the tests marked gpu do not run."""
+def _why_no_gpu(ampere=False):
+    """'' on a Hopper GPU, else why the tests marked gpu do not run. ampere: the same of those that
+    8.0 and newer run."""
+    wanted = "a GPU of compute capability 8.0 or newer" if ampere else "a Hopper GPU"
     try:
         import torch
     except ImportError:
-        return "needs torch and a Hopper GPU"
+        return f"needs torch and {wanted}"
     if not torch.cuda.is_available():
-        return "needs a Hopper GPU: torch sees none"
+        return f"needs {wanted}: torch sees none"
     capability = torch.cuda.get_device_capability()
-    if capability != (9, 0):
+    if capability < (8, 0) if ampere else capability != (9, 0):
         name = torch.cuda.get_device_name()
-        return f"needs a Hopper GPU: {name} has compute capability {capability[0]}.{capability[1]}"
+        return f"needs {wanted}: {name} has compute capability {capability[0]}.{capability[1]}"
     return ""
 
 
@@ -30,8 +32,14 @@ def _why_no_dsl():
 
 
 def pytest_collection_modifyitems(items):
-    for mark, why in (("gpu", _why_no_gpu), ("compile", _why_no_dsl)):
-        marked = [item for item in items if mark in item.keywords]
+    ampere = {item for item in items if "sm80" in item.keywords}
+    hopper = [item for item in items if "gpu" in item.keywords and item not in ampere]
+    compiled = [item for item in items if "compile" in item.keywords]
+    for marked, why in (
+        (hopper, _why_no_gpu),
+        (ampere, lambda: _why_no_gpu(ampere=True)),
+        (compiled, _why_no_dsl),
+    ):
         reason = why() if marked else ""
         if reason:
             for item in marked:
@@ -41,7 +49,8 @@ def pytest_collection_modifyitems(items):
 def pytest_collection_finish(session):
     """On a GPU, the kernels of the chosen tests from all cores: one after another takes minutes."""
     gpu = any("gpu" in item.keywords for item in session.items)
-    if gpu and not session.config.option.collectonly and not _why_no_gpu() and not _why_no_dsl():
+    there = not _why_no_gpu(ampere=True) and not _why_no_dsl()
+    if gpu and there and not session.config.option.collectonly:
         import ahead
 
         try:

@@ -66,7 +66,12 @@ def test_kernels_are_on_disk_afterwards_and_not_built_again(cache, capsys):
 
 
 def chosen_test(file, name="test_x", *keywords):
-    return SimpleNamespace(path=Path(file), name=name, keywords={"gpu", *keywords})
+    return SimpleNamespace(
+        path=Path(file),
+        name=name,
+        keywords={"gpu", *keywords},
+        get_closest_marker=lambda mark: None,
+    )
 
 
 def test_jobs_follow_the_chosen_tests():
@@ -93,7 +98,7 @@ def session(*items, collectonly=False):
 def test_collection_ends_with_the_kernels(monkeypatch):
     calls = []
     for why in ("_why_no_gpu", "_why_no_dsl"):
-        monkeypatch.setattr(conftest, why, lambda: "")
+        monkeypatch.setattr(conftest, why, lambda **_: "")
     monkeypatch.setattr(ahead, "build_ahead", lambda jobs, workers: calls.append((jobs, workers)))
     monkeypatch.setattr(ahead.os, "cpu_count", lambda: 16)
     chosen = [chosen_test("tests/test_forward.py")] * 30
@@ -112,7 +117,7 @@ def test_no_test_runs_without_its_kernels(monkeypatch):
         raise RuntimeError("1 kernels are not ready")
 
     for why in ("_why_no_gpu", "_why_no_dsl"):
-        monkeypatch.setattr(conftest, why, lambda: "")
+        monkeypatch.setattr(conftest, why, lambda **_: "")
     monkeypatch.setattr(ahead, "compile_ahead", broken)
     with pytest.raises(pytest.exit.Exception, match="not ready"):
         conftest.pytest_collection_finish(session(chosen_test("tests/test_forward.py")))

@@ -106,7 +106,7 @@ def test_empty_problems_launch_nothing(stand_in, sizes, causal):
         (TypeError, "softmax_scale is 'x'", {"softmax_scale": "x"}),
         (TypeError, "softmax_scale is True", {"softmax_scale": True}),
         (ValueError, "arch is 'sm100'", {"arch": "sm100"}),
-        (NotImplementedError, "arch='sm80'", {"arch": "sm80"}),
+        (ValueError, "arch is 'sm80', but q.device is cpu", {"arch": "sm80"}),
         (TypeError, "config is 128", {"config": 128}),
         (ValueError, "registers per thread", {"config": FwdConfig(192, 256, 1)}),
         (TypeError, "out is a list", {"out": []}),
@@ -209,9 +209,9 @@ def test_out_that_requires_grad():
 def test_devices_that_nothing_runs(monkeypatch):
     with pytest.raises(ValueError, match="q.device is meta"):
         cute_attn.fwd(*(t.to("meta") for t in tensors()))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda d=None: (8, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda d=None: "A100")
-    with pytest.raises(NotImplementedError, match=r"A100 of compute capability 8\.0"):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda d=None: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda d=None: "T4")
+    with pytest.raises(NotImplementedError, match=r"T4 of compute capability 7\.5"):
         launch.choose_arch(torch.device("cuda", 0), None)
     with pytest.raises(ValueError, match="arch is 'sm90', but q.device is cpu"):
         cute_attn.fwd(*tensors(), arch="sm90")

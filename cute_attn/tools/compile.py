@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 from typing import Any
 
-from cute_attn import tuning, tuning_bwd, tuning_fp8
-from cute_attn.compile import AnyConfig, Config
+from cute_attn import tuning, tuning_bwd, tuning_fp8, tuning_sm80
+from cute_attn.compile import AnyConfig, Config, target
 from cute_attn.config import Fp8Config, QuantizeConfig, TransposeConfig
 from cute_attn.problem import DTYPES, Fp8Problem, Problem
 from cute_attn.tools import cases as c
@@ -39,6 +39,16 @@ def table_jobs(dtypes: Sequence[str] = tuple(DTYPES.values())) -> list[Job]:
         (Problem(dtype, head_dim, head_dim_v, causal), causal_config if causal else full_config)
         for dtype in dtypes
         for head_dim, head_dim_v, full_config, causal_config in tuning.FORWARD
+        for causal in (False, True)
+    ]
+
+
+def ampere_jobs(chip: str, dtypes: Sequence[str] = tuple(DTYPES.values())) -> list[Job]:
+    """The same for the Ampere kernels on a chip, as the compiler calls it."""
+    return [
+        (Problem(dtype, head_dim, head_dim_v, causal), config)
+        for dtype in dtypes
+        for head_dim, head_dim_v, config in tuning_sm80.table(chip)
         for causal in (False, True)
     ]
 
@@ -175,21 +185,33 @@ def label(job: AnyJob) -> str:
     return before + describe(problem) + promotes
 
 
+def jobs_of(shapes: Sequence[c.Case], arch: str, backward: bool, dtypes: list[str]) -> list[Job]:
+    """Of the shapes, else of the tuning table."""
+    chip = target(arch) if arch.startswith("sm80") else ""
+    pick: Callable[[c.Case], Config] = (
+        c.bwd_config_for if backward else lambda case: c.config_for(case, "", chip)
+    )
+    jobs = [(case.problem().static(), pick(case)) for case in shapes]
+    rows = backward_jobs if backward else table_jobs
+    return list(dict.fromkeys(jobs)) or (ampere_jobs(chip, dtypes) if chip else rows(dtypes))
+
+
 def wanted_jobs(args: argparse.Namespace, shapes: Sequence[c.Case]) -> list[Any]:
     """Raises ValueError for a shape that FP8 does not take."""
     dtypes = args.dtype.split(",")
     if args.fp8:
         jobs = [job for case in shapes for job in fp8_class(case.problem(), args.fp8)]
         return list(dict.fromkeys(jobs)) or fp8_rows(args.fp8, dtypes)
-    rows = backward_jobs if args.backward else table_jobs
-    pick: Callable[[c.Case], Config] = c.bwd_config_for if args.backward else c.config_for
-    jobs = [(case.problem().static(), pick(case)) for case in shapes]
-    return list(dict.fromkeys(jobs)) or rows(dtypes)
+    return jobs_of(shapes, args.arch, args.backward, dtypes)
 
 
 def main(argv: Sequence[str]) -> int:
     p = argparse.ArgumentParser(prog="python -m cute_attn compile", description=__doc__)
-    p.add_argument("--arch", default="sm90", help="target (%(default)s)")
+    p.add_argument(
+        "--arch",
+        default="sm90",
+        help="sm90, or sm80 with the chip: sm80:sm_86, sm80:sm_90a (%(default)s)",
+    )
     p.add_argument("--backward", action="store_true", help="the backward's kernels instead")
     p.add_argument(
         "--fp8",

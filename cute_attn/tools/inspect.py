@@ -68,7 +68,7 @@ class Resources:
 
     def golden(self) -> dict[str, Any]:
         """What tests/golden_counts.json keeps of it."""
-        opcodes = GOLDEN_OPCODES
+        opcodes: tuple[str, ...] = GOLDEN_OPCODES
         if product_opcodes(self.counts) != WARPGROUP_PRODUCTS:
             opcodes = (*AMPERE_OPCODES, *opcodes)
         pick = [{op: c[op] for op in opcodes if c.get(op)} for c in self.loops]

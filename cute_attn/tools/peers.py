@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from importlib import import_module
 from typing import Any
 
-from cute_attn.config import BwdConfig, FwdConfig
+from cute_attn.config import AmpereConfig, BwdConfig, FwdConfig
 from cute_attn.tools.cases import Case, bwd_config_for, config_for, parse_config
 
 Call = Callable[[], Any]
@@ -39,17 +39,30 @@ class Implementation:
         return self.config(case) if self.config else None
 
 
-def ours(label: str = "ours", text: str = "") -> Implementation:
+def ours(label: str = "ours", text: str = "", arch: str = "") -> Implementation:
     """text: fields that replace those of the tuned config, as in --config."""
+
+    def config_of(case: Case) -> FwdConfig | AmpereConfig:
+        return config_for(case, text, _ampere_chip() if arch == "sm80" else "")
 
     def prepare(case: Case, q: Any, k: Any, v: Any) -> Call:
         import cute_attn
 
         # with no --config the call is what a user writes, the look-up of the config included
-        config = config_for(case, text) if text not in ("", "pick") else None
-        return lambda: cute_attn.fwd(q, k, v, causal=case.causal, config=config)
+        config = config_of(case) if text not in ("", "pick") else None
+        return lambda: cute_attn.fwd(q, k, v, causal=case.causal, config=config, arch=arch or None)
 
-    return Implementation(label, prepare, _first, config=lambda x: asdict(config_for(x, text)))
+    return Implementation(label, prepare, _first, config=lambda case: asdict(config_of(case)))
+
+
+def _ampere_chip() -> str:
+    """What the Ampere kernels are compiled for on the current device."""
+    import torch
+
+    from cute_attn import compile, launch
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return compile.target(launch.compile_target(device, "sm80"))
 
 
 def ours_backward(label: str = "ours", text: str = "") -> Implementation:
@@ -218,7 +231,9 @@ def default(device: str, which: str = "fwd") -> tuple[str, ...]:
     return every if which == "fwd" else tuple(name for name in every if name != "fa3")
 
 
-def chosen(names: list[str], configs: list[str], which: str = "fwd") -> list[Implementation]:
+def chosen(
+    names: list[str], configs: list[str], which: str = "fwd", arch: str = ""
+) -> list[Implementation]:
     """Implementations in the order asked for; several configs make ours#1, ours#2, ...
 
     Raises ValueError for an unknown name or field."""
@@ -232,8 +247,12 @@ def chosen(names: list[str], configs: list[str], which: str = "fwd") -> list[Imp
             for n, text in enumerate(configs or [""], 1):
                 label = f"ours#{n}" if len(configs) > 1 else "ours"
                 if which == "fwd":
-                    parse_config(text, FwdConfig())  # raises for a wrong key before anything runs
-                    found.append(ours(label, text))
+                    # raises for a wrong key before anything runs
+                    if arch == "sm80":
+                        parse_config(text, AmpereConfig())
+                    else:
+                        parse_config(text, FwdConfig())
+                    found.append(ours(label, text, arch))
                 else:
                     parse_config(text, BwdConfig())
                     found.append(ours_backward(label, text))
