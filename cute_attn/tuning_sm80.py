@@ -14,7 +14,7 @@ Table = tuple[tuple[int, int, AmpereConfig], ...]
 # 128 columns O of 32 rows does not fit its registers. Two CTAs of 4 warps an SM, or one of 8, so
 # that one is in its softmax while another multiplies.
 ROOMY: Table = (  # 227 KiB a CTA, 228 an SM: an H100 or H200 that is asked for arch="sm80"
-    (64, 64, AmpereConfig(128, 64, ctas=2)),
+    (64, 64, AmpereConfig(128, 128, ctas=2)),
     (96, 96, AmpereConfig(128, 64, ctas=2)),
     (128, 128, AmpereConfig(128, 64, ctas=2)),
     (192, 128, AmpereConfig(128, 48, ctas=2)),
@@ -22,7 +22,7 @@ ROOMY: Table = (  # 227 KiB a CTA, 228 an SM: an H100 or H200 that is asked for 
     (256, 256, AmpereConfig(128, 64, warps=8)),
 )
 A100: Table = (  # 163 KiB a CTA, 164 an SM
-    (64, 64, AmpereConfig(128, 64, ctas=2)),
+    (64, 64, AmpereConfig(128, 96, ctas=2)),
     (96, 96, AmpereConfig(128, 64, ctas=2)),
     (128, 128, AmpereConfig(128, 32, ctas=2)),
     (192, 128, AmpereConfig(128, 64, warps=8)),
@@ -61,10 +61,3 @@ def candidates(problem: Problem) -> Iterator[AmpereConfig]:
             for tile_n, stages in product((32, 48, 64, 96, 128), (2, 3)):
                 for q_in_regs, exact_max in product(either, either):
                     yield AmpereConfig(tile_m, tile_n, warps, stages, q_in_regs, ctas, exact_max)
-
-
-def spilled_bytes(problem: Problem, config: AmpereConfig) -> int:
-    """Local memory a thread may use. Statistics of 4 rows a thread do not fit 255 registers beside
-    O and S of 32 rows: between two softmaxes some of them wait there, which is at most 2 in 100 of
-    the instructions of a block."""
-    return 160 if config.accumulator_registers(problem) >= 160 else 0

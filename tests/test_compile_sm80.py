@@ -72,7 +72,9 @@ def check(job):
     for opcode in ("HMMA", "LDSM", "LDGSTS", "STG", "MUFU.EX2"):
         assert used.counts.get(opcode), opcode
     assert used.loops and all(loop.get("MUFU.EX2") for loop in used.loops)
-    assert used.frame <= tuning_sm80.spilled_bytes(problem, config), used
+    # a few registers, once a tile, where a NaN in V is kept to the rows that see it
+    assert used.frame <= (64 if problem.causal else 0), used
+    assert not any(loop.get(opcode) for loop in used.loops for opcode in ("STL", "LDL")), used
     return used
 
 

@@ -3,8 +3,9 @@
 for every KV block j, last to first:
     S  = Q K_j^T
     S  = -inf where masked
-    P  = exp(S - m), m a running reference near the row maximum;  l = l e^(m-m') + rowsum P
-    O  = O e^(m-m') + P V_j
+    m  = its row maximum, or a reference near it as long as that will do;  l, O scaled to it
+    P  = exp(S - m);  l = l + rowsum P
+    O  = O + P V_j
 O = O / l;  LSE = m + log l
 
 K and V of the next blocks arrive by cp.async meanwhile. One barrier a block says both that all
@@ -15,16 +16,16 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, const_expr
+from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warp
 
 from cute_attn.kernels.ampere import epilogue, load, ptx
 from cute_attn.kernels.ampere.operands import Inputs, Rows, Shape, Tile
 from cute_attn.kernels.ampere.storage import Storage
 from cute_attn.kernels.common import output, rare
-from cute_attn.kernels.common.layout import acc_as_operand_a, acc_as_rows
+from cute_attn.kernels.common.layout import acc_as_operand_a
 from cute_attn.kernels.common.mask import first_full_block, keys_seen, kv_block_end, mask_scores
-from cute_attn.kernels.common.softmax import KEPT, LOST, OnlineSoftmax
+from cute_attn.kernels.common.softmax_lazy import LazySoftmax
 
 STEP = 16  # of a matrix product's inner dimension, and rows of a warp's m-tile
 
@@ -46,7 +47,7 @@ class Worker:
     at_q: Int32  # addresses of the rows that the thread names to ldmatrix, at step 0
     at_k: Int32
     at_v: Int32
-    softmax: OnlineSoftmax
+    softmax: LazySoftmax
     rQ: cute.Tensor | None  # (8, m-tiles, steps) where Q is kept in registers
     acc_O: cute.Tensor  # ((2, 2, head_dim_v/8), m-tiles, 1) fp32
     cS: cute.Tensor  # (row, col) of every score this thread owns
@@ -127,13 +128,16 @@ class Worker:
 
     @cute.jit
     def add_values(self, acc_S: cute.Tensor, stage: Int32):
-        """O += P V; weights are rounded to 16 bits where they are used, 16 keys at a time."""
+        """O += P V. Scores become weights where they are used, 16 keys at a time, so that exp and
+        matrix products overlap."""
         V, layout = self.at_v + stage * self.smem.v.bytes, self.smem.v
         S, dtype = acc_as_operand_a(acc_S), self.x.gV.element_type
         for k in cutlass.range_constexpr(self.cfg.tile_n // STEP):
             P = cute.make_rmem_tensor((8, self.cfg.m_tiles), dtype)
             for m in cutlass.range_constexpr(self.cfg.m_tiles):
-                P[None, m].store(S[None, m, k].load().to(dtype))
+                scores = S[None, m, k]
+                self.softmax.weigh(scores, 2 * m)
+                P[None, m].store(scores.load().to(dtype))
             for n in cutlass.range_constexpr(self.problem.tile_dim_v // STEP):
                 B = cute.make_rmem_tensor(8, dtype)
                 ptx.ldmatrix(B, layout.step(V, n) + k * STEP * layout.pitch, transpose=True)
@@ -155,8 +159,8 @@ class Worker:
         self.keep_q()
 
     @cute.jit
-    def block(self, block: Int32, stage: Int32, rough: Boolean, masked: cutlass.Constexpr[bool]):
-        """One KV block: S = Q K^T, softmax, O += P V. rough: this warp takes the maximum first."""
+    def block(self, block: Int32, stage: Int32, masked: cutlass.Constexpr[bool]):
+        """One KV block: S = Q K^T, softmax, O += P V; the next block's stage."""
         stages = self.cfg.kv_stages
         self.arrive()
         before = stage - 1 if stage > 0 else Int32(stages - 1)
@@ -164,55 +168,17 @@ class Worker:
         acc_S = accumulator(self.cfg, self.cfg.tile_n)
         self.scores(acc_S, stage)
         if const_expr(masked):
-            self.weigh_masked(acc_S, block)
-        else:
-            rough = self.weigh(acc_S, stage, rough)
+            self.mask(acc_S, block)
+        self.softmax.look(acc_S, self.acc_O)
         self.add_values(acc_S, stage)
-        stage = stage + 1 if stage < stages - 1 else Int32(0)
-        return stage, rough
+        return stage + 1 if stage < stages - 1 else Int32(0)
 
     @cute.jit
-    def weigh_masked(self, acc_S: cute.Tensor, block: Int32):
-        """Scores become weights where some row does not see some key of the block."""
+    def mask(self, acc_S: cute.Tensor, block: Int32):
+        """Where some row does not see some key of the block."""
         key = block * self.cfg.tile_n
         if keys_seen(self.problem, self.rows.first, self.shape) < key + self.cfg.tile_n:
             mask_scores(self.problem, acc_S, self.cS, self.rows.first, key, self.shape)
-        self.softmax.exact(acc_S)
-        self.softmax.rescale(self.acc_O)
-
-    @cute.jit
-    def weigh(self, acc_S: cute.Tensor, stage: Int32, rough: Boolean) -> Boolean:
-        """The same where every row sees every key; whether later blocks are rough."""
-        if const_expr(self.cfg.exact_max):
-            self.softmax.exact(acc_S)
-            self.softmax.rescale(self.acc_O)
-        else:
-            outcome = Int32(LOST)
-            if not rough:
-                outcome = self.softmax.late(acc_S)
-            if outcome != KEPT:
-                if outcome == LOST:
-                    if not rough:  # softmax.late has overwritten the scores; K is still there
-                        self.scores(acc_S, stage)
-                    self.softmax.exact(acc_S)
-                    rough = Boolean(True)
-                self.softmax.rescale(self.acc_O)
-        return rough
-
-    @cute.jit
-    def expect(self) -> Boolean:
-        """What the blocks so far say of those that every row sees whole; whether they are rough:
-        a thread has seen a quarter of its keys, and all of them lie 2^120 below the best."""
-        rough = Boolean(self.cfg.exact_max)
-        if const_expr(not self.cfg.exact_max):
-            C = acc_as_rows(self.cS)
-            for r in cutlass.range_constexpr(2 * self.cfg.m_tiles):
-                keys = keys_seen(self.problem, self.rows.first + C[r, 0][0], self.shape)
-                seen = keys - self.rows.full * self.cfg.tile_n
-                self.softmax.expect(r, seen, keys, self.cfg.tile_n / 4)
-                rough = rough | ((seen >= 8) & (self.softmax.row_sum[r] < 2.0**-120))
-            rough = cute.arch.vote_any_sync(rough)
-        return rough
 
     @cute.jit
     def confine_nan(self):
@@ -227,19 +193,17 @@ class Worker:
     @cute.jit
     def blocks(self):
         """All KV blocks of the tile, those on the diagonal or at the end of the keys first."""
-        rows, stage, rough = self.rows, Int32(0), Boolean(True)
+        rows, stage = self.rows, Int32(0)
         for i in cutlass.range(rows.end - rows.full, unroll=1):
-            stage, rough = self.block(rows.end - 1 - i, stage, rough, True)
+            stage = self.block(rows.end - 1 - i, stage, True)
         self.confine_nan()
-        rough = self.expect()
         for i in cutlass.range(rows.full, unroll=1):
-            stage, rough = self.block(rows.full - 1 - i, stage, rough, False)
+            stage = self.block(rows.full - 1 - i, stage, False)
 
     @cute.jit
     def end(self):
         """O and LSE leave."""
-        norm, log_sum = self.softmax.finish()
-        lse = self.softmax.lse(log_sum)
+        norm, lse = self.softmax.finish()
         x, smem, O = self.x, self.smem, self.acc_O
         output.store_rows(x.lse, lse, self.cS, self.tile, self.rows.first, self.shape.seqlen_q)
         output.normalise(O, norm)

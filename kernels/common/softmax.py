@@ -49,19 +49,14 @@ SLACK = {"bf16": Slack(40.0, 24.0), "fp16": Slack(12.0, 0.0)}
 
 @dataclass(frozen=True)
 class OnlineSoftmax:
-    ref: cute.Tensor  # (rows,) running reference of scale_log2 * scores
-    row_sum: cute.Tensor  # (rows,) running sum of weights, this thread's columns only
-    fix: cute.Tensor  # (rows,) what O has to be multiplied with to meet ref
-    unit: cute.Tensor  # (rows,) the largest weight: 1 up to the rounding of ref, which P loses
-    limit: cute.Tensor  # (rows,) bits of the sum of one block's weights that `late` lets pass
-    raises: cute.Tensor  # (rows,) blocks in which `late` raised the reference
+    ref: cute.Tensor  # (2,) running reference of scale_log2 * scores
+    row_sum: cute.Tensor  # (2,) running sum of weights, this thread's columns only
+    fix: cute.Tensor  # (2,) what O has to be multiplied with to meet ref
+    unit: cute.Tensor  # (2,) the largest weight: 1 up to the rounding of ref, which P loses
+    limit: cute.Tensor  # (2,) bits of the sum of one block's weights that `late` lets pass
+    raises: cute.Tensor  # (2,) blocks in which `late` raised the reference
     scale_log2: Float32  # |softmax_scale| * log2(e)
     problem: object
-
-    @property
-    def rows(self) -> int:
-        """That a thread owns: 2 in every 16 that its warp has."""
-        return cute.size(self.ref)
 
     @property
     def fine(self) -> bool:
@@ -77,9 +72,9 @@ class OnlineSoftmax:
     @cute.jit
     def exact(self, acc_S: cute.Tensor):
         """Scores become weights against the new row maximum; fix says what O needs."""
-        S, new = acc_as_rows(acc_S), cute.make_rmem_tensor(self.rows, Float32)
+        S, new = acc_as_rows(acc_S), cute.make_rmem_tensor(2, Float32)
         self._negate_if_asked(S)
-        for r in cutlass.range_constexpr(self.rows):
+        for r in cutlass.range_constexpr(2):
             old = self.ref[r]
             peak = S[r, None].load().reduce(cute.ReductionOp.MAX, -Float32.inf, 0)
             peak = cute.arch.warp_reduction_max(peak, threads_in_group=4)
@@ -111,10 +106,10 @@ class OnlineSoftmax:
     def late(self, acc_S: cute.Tensor) -> Int32:
         """The same against the old reference, corrected if that was too low: KEPT, RAISED (fix
         says what O needs), or LOST: the state is as before and the scores are gone."""
-        S, new = acc_as_rows(acc_S), cute.make_rmem_tensor(self.rows, Float32)
+        S, new = acc_as_rows(acc_S), cute.make_rmem_tensor(2, Float32)
         self._negate_if_asked(S)
         over = Boolean(False)
-        for r in cutlass.range_constexpr(self.rows):
+        for r in cutlass.range_constexpr(2):
             self.fix[r] = Float32(1.0)
             new[r] = self._weigh(S, r, self.ref[r])
             over = over | (bits(new[r]) > self.limit[r])
@@ -127,7 +122,7 @@ class OnlineSoftmax:
     @cute.jit
     def _negate_if_asked(self, S):
         if const_expr(self.problem.negative_scale):
-            for r in cutlass.range_constexpr(self.rows):
+            for r in cutlass.range_constexpr(2):
                 S[r, None].store(-S[r, None].load())
 
     @cute.jit
@@ -139,13 +134,13 @@ class OnlineSoftmax:
 
     @cute.jit
     def _add(self, new):
-        for r in cutlass.range_constexpr(self.rows):
+        for r in cutlass.range_constexpr(2):
             self.row_sum[r] = self.row_sum[r] * self.fix[r] + new[r]
 
     @cute.jit
     def _correct(self, S, new) -> Int32:
         lost = Boolean(False)
-        for r in cutlass.range_constexpr(self.rows):
+        for r in cutlass.range_constexpr(2):
             limit = cutlass.max(self.limit[r], Int32(bits_of(2.0**REPAIRABLE)))
             lost = lost | (bits(new[r]) > limit)
         outcome = Int32(RAISED)
@@ -160,14 +155,14 @@ class OnlineSoftmax:
     def _raise(self, S, new):
         """All rows of the warp with a weight above 1, not only those above their limit: rows that
         climb alike are then raised in the same blocks, and not one after the other in every one."""
-        slack, tops = SLACK[self.problem.dtype], cute.make_rmem_tensor(self.rows, Float32)
-        for r in cutlass.range_constexpr(self.rows):
+        slack, tops = SLACK[self.problem.dtype], cute.make_rmem_tensor(2, Float32)
+        for r in cutlass.range_constexpr(2):
             tops[r] = cute.arch.warp_reduction_max(largest(S[r, None]), threads_in_group=4)
-        both = [cute.arch.fmin(tops[r], tops[r + 1]) > STEEP for r in range(0, self.rows, 2)]
-        for r in cutlass.range_constexpr(self.rows):
+        both = cute.arch.fmin(tops[0], tops[1]) > STEEP
+        for r in cutlass.range_constexpr(2):
             top = tops[r]
             above = top > 1.0
-            climbing = both[r // 2] | (self.raises[r] >= RECORDS)
+            climbing = both | (self.raises[r] >= RECORDS)
             ahead = Float32(slack.ahead) if climbing else Float32(0.0)
             ref = self.ref[r] + cute.arch.fmin(cute.math.log2(top, fastmath=True) + ahead, 120.0)
             ref = ref if above else self.ref[r]
@@ -186,14 +181,14 @@ class OnlineSoftmax:
     @cute.jit
     def rescale(self, acc_O: cute.Tensor):
         O = acc_as_rows(acc_O)
-        for r in cutlass.range_constexpr(self.rows):
+        for r in cutlass.range_constexpr(2):
             O[r, None].store(O[r, None].load() * self.fix[r])
 
     @cute.jit
     def finish(self):
         """(1 / row sum, log2 of the row sum) of every row; (0, -inf) if it saw no key."""
-        norm, log_sum = (cute.make_rmem_tensor(self.rows, Float32) for _ in range(2))
-        for r in cutlass.range_constexpr(self.rows):
+        norm, log_sum = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
+        for r in cutlass.range_constexpr(2):
             total = cute.arch.warp_reduction_sum(self.row_sum[r], threads_in_group=4)
             empty = total == 0.0
             norm[r] = Float32(0.0) if empty else cute.arch.rcp_approx(total)
@@ -207,14 +202,14 @@ class OnlineSoftmax:
     @cute.jit
     def lse(self, log_sum: cute.Tensor) -> cute.Tensor:
         """Log-sum-exp in natural log."""
-        lse = cute.make_rmem_tensor(self.rows, Float32)
-        for r in cutlass.range_constexpr(self.rows):
+        lse = cute.make_rmem_tensor(2, Float32)
+        for r in cutlass.range_constexpr(2):
             empty = log_sum[r] == -Float32.inf
             lse[r] = -Float32.inf if empty else (self.ref[r] + log_sum[r]) * LN_2
         return lse
 
 
-def make_softmax(problem, scale_log2: Float32, rows: int = 2) -> OnlineSoftmax:
-    ref, row_sum, fix, unit = (cute.make_rmem_tensor(rows, Float32) for _ in range(4))
-    limit, raises = (cute.make_rmem_tensor(rows, Int32) for _ in range(2))
+def make_softmax(problem, scale_log2: Float32) -> OnlineSoftmax:
+    ref, row_sum, fix, unit = (cute.make_rmem_tensor(2, Float32) for _ in range(4))
+    limit, raises = (cute.make_rmem_tensor(2, Int32) for _ in range(2))
     return OnlineSoftmax(ref, row_sum, fix, unit, limit, raises, scale_log2, problem)

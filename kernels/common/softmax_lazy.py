@@ -1,0 +1,97 @@
+"""Online softmax whose references follow the row maxima at a distance.
+
+Weights are taken against a reference that need not be the row maximum: O / l is the same. It is the
+maximum when it is set, and moves again only when some score of the warp's rows lies `slack` binades
+above its own. Weights are then at most 2^slack, and few blocks after the first cost an exchange
+between threads or a rescaling of O.
+
+Scores are looked at before they become weights, and those may be taken a few at a time: nothing
+between exp and the matrix product that reads them keeps the two from overlapping.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, const_expr
+
+from cute_attn.kernels.common.bits import fma
+from cute_attn.kernels.common.layout import acc_as_rows
+from cute_attn.kernels.common.softmax import LN_2
+
+# A weight above 1 is rounded, where the maximum's own is 1: in a row of one key, an error of half
+# a unit in the last place of the type. fp16 keeps 11 bits of weights from 2^-14 to 2^16.
+SLACK = 4.0
+
+
+@dataclass(frozen=True)
+class LazySoftmax:
+    ref: cute.Tensor  # (rows,) running reference of scale_log2 * scores
+    row_sum: cute.Tensor  # (rows,) running sum of weights, this thread's columns only
+    base: cute.Tensor  # (rows,) ref, or 0 where no key was seen
+    scale_log2: Float32  # |softmax_scale| * log2(e)
+    problem: object
+    slack: float
+
+    @property
+    def rows(self) -> int:
+        """That a thread owns: 2 in every 16 that its warp has."""
+        return cute.size(self.ref)
+
+    @cute.jit
+    def reset(self):
+        self.ref.fill(-Float32.inf)
+        self.base.fill(0.0)
+        self.row_sum.fill(0.0)
+
+    @cute.jit
+    def look(self, acc_S: cute.Tensor, acc_O: cute.Tensor):
+        """At the scores of a block: references, sums and O are ready for their weights then."""
+        S, peaks, high = acc_as_rows(acc_S), cute.make_rmem_tensor(self.rows, Float32), False
+        for r in cutlass.range_constexpr(self.rows):
+            if const_expr(self.problem.negative_scale):
+                S[r, None].store(-S[r, None].load())
+            peaks[r] = S[r, None].load().reduce(cute.ReductionOp.MAX, -Float32.inf, 0)
+            high = high | (fma(peaks[r], self.scale_log2, -self.ref[r]) > self.slack)
+        if cute.arch.vote_any_sync(Boolean(high)):
+            self.follow(peaks, acc_O)
+
+    @cute.jit
+    def follow(self, peaks: cute.Tensor, acc_O: cute.Tensor):
+        """References become the row maxima."""
+        O = acc_as_rows(acc_O)
+        for r in cutlass.range_constexpr(self.rows):
+            peak = cute.arch.warp_reduction_max(peaks[r], threads_in_group=4)
+            top = cute.arch.fmax(peak * self.scale_log2, self.ref[r])
+            base = Float32(0.0) if top == -Float32.inf else top
+            fix = cute.math.exp2(self.ref[r] - base, fastmath=True)
+            self.ref[r], self.base[r] = top, base
+            self.row_sum[r] = self.row_sum[r] * fix
+            O[r, None].store(O[r, None].load() * fix)
+
+    @cute.jit
+    def weigh(self, scores: cute.Tensor, first: cutlass.Constexpr[int]):
+        """Scores become weights. scores: pairs of columns of the rows first and first + 1 in turn,
+        as an A operand has them."""
+        for i in cutlass.range_constexpr(cute.size(scores)):
+            r = first + i // 2 % 2
+            x = fma(scores[i], self.scale_log2, -self.base[r])
+            scores[i] = cute.math.exp2(x, fastmath=True)
+            self.row_sum[r] = self.row_sum[r] + scores[i]
+
+    @cute.jit
+    def finish(self):
+        """(1 / row sum, log-sum-exp in natural log) of every row; (0, -inf) if it saw no key."""
+        norm, lse = (cute.make_rmem_tensor(self.rows, Float32) for _ in range(2))
+        for r in cutlass.range_constexpr(self.rows):
+            total = cute.arch.warp_reduction_sum(self.row_sum[r], threads_in_group=4)
+            empty = total == 0.0
+            norm[r] = Float32(0.0) if empty else cute.arch.rcp_approx(total)
+            whole = (self.ref[r] + cute.math.log2(total, fastmath=True)) * LN_2
+            lse[r] = -Float32.inf if empty else whole
+        return norm, lse
+
+
+def make_lazy_softmax(problem, scale_log2: Float32, rows: int, slack: float) -> LazySoftmax:
+    ref, row_sum, base = (cute.make_rmem_tensor(rows, Float32) for _ in range(3))
+    return LazySoftmax(ref, row_sum, base, scale_log2, problem, slack)
