@@ -74,3 +74,15 @@ def stand_in(monkeypatch):
     import standin
 
     return standin.install(monkeypatch)
+
+
+@pytest.fixture
+def device(request, monkeypatch):
+    """Of helpers.ALL_DEVICES, with indirect=True: 'cpu' or 'cuda', whose calls take the GPU's own
+    kernels or Ampere's."""
+    name, _, arch = request.param.partition(":")
+    if arch:
+        import helpers
+
+        helpers.as_on_ampere(monkeypatch)
+    return name

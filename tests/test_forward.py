@@ -11,7 +11,6 @@ from helpers import (
     BF16,
     FP16,
     HEAD_DIMS,
-    as_on_ampere,
     check,
     climb,
     close,
@@ -34,15 +33,6 @@ pytestmark = pytest.mark.parametrize("device", ALL_DEVICES, indirect=True)
 both_masks = pytest.mark.parametrize("causal", [False, True])
 NAN, INF = math.nan, math.inf
 EDGES = [1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 257]
-
-
-@pytest.fixture
-def device(request, monkeypatch):
-    """'cpu' or 'cuda', whose kernels are those of the GPU or the Ampere ones."""
-    name, _, arch = request.param.partition(":")
-    if arch:
-        as_on_ampere(monkeypatch)
-    return name
 
 
 def fwd(q, k, v, **options):

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import BF16, DEVICES, FP16, check, close, qkv, rand, run
+from helpers import ALL_DEVICES, BF16, FP16, check, close, qkv, rand, run
 
 import cute_attn
 from cute_attn import reference
 
-each_device = pytest.mark.parametrize("device", DEVICES)
+each_device = pytest.mark.parametrize("device", ALL_DEVICES, indirect=True)
 both_masks = pytest.mark.parametrize("causal", [False, True])
 INF = math.inf
 

@@ -23,7 +23,6 @@ PACKAGES = (
     ("matplotlib", "plots of scripts/report.py"),
 )
 PEERS = (("fa3-fwd", "fa3"), ("flash-attn-4", "fa4"))
-KERNELS = {9: "sm90"}  # major compute capability -> the kernels that run there
 OLDEST_DRIVER = 12  # CUDA major that the DSL's smaller flavour needs
 
 
@@ -70,14 +69,14 @@ def device_lines(torch: Any, why: str, cuda_version: int) -> Iterator[str]:
 
 
 def verdict(major: int, minor: int, cuda_version: int) -> str:
-    arch = KERNELS.get(major) if minor == 0 else None
-    if arch is None:
-        return "no kernels yet (they need compute capability 9.0); use CPU tensors"
+    if major < 8:
+        return "no kernels (they need compute capability 8.0 or newer); use CPU tensors"
+    kernels = "hopper (sm90)" if (major, minor) == (9, 0) else "ampere (sm80)"
     if cuda_version and cuda_version < 1000 * OLDEST_DRIVER:
-        return f"kernels/hopper ({arch}) need a driver for CUDA {OLDEST_DRIVER}"
+        return f"kernels/{kernels} need a driver for CUDA {OLDEST_DRIVER}"
     if (why := attempt("cutlass.cute")[1]) or (why := attempt("tvm_ffi")[1]):
-        return f"kernels/hopper ({arch}) cannot be compiled: {why}"
-    return f"runs kernels/hopper ({arch})"
+        return f"kernels/{kernels} cannot be compiled: {why}"
+    return f"runs kernels/{kernels}{', if asked by arch' if major > 9 else ''}"
 
 
 def compiler_line() -> str:
@@ -85,7 +84,7 @@ def compiler_line() -> str:
         why = attempt(module)[1]
         if why:
             return f"cannot compile kernels: {why}"
-    return "compiles for sm90 (python -m cute_attn compile)"
+    return "compiles for sm90 and sm80 (python -m cute_attn compile)"
 
 
 def cache_line() -> str:

@@ -16,7 +16,7 @@ from cute_attn.kernels.ampere.operands import Inputs, Shape, Tile
 from cute_attn.kernels.ampere.storage import make_storage
 from cute_attn.kernels.common import schedule
 from cute_attn.kernels.common.layout import grouped
-from cute_attn.kernels.common.softmax_lazy import SLACK, make_lazy_softmax
+from cute_attn.kernels.common.softmax_lazy import make_lazy_softmax
 from cute_attn.problem import Problem
 
 DTYPES = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
@@ -114,9 +114,7 @@ class ForwardSm80:
             base + smem.q.at(row, lane // 16),
             base + smem.k_start + smem.k.at(keys, lane // 8 % 2),
             base + smem.v_start + smem.v.at(lane % 16, lane // 16),
-            make_lazy_softmax(
-                problem, scale_log2, 2 * cfg.m_tiles, 0.0 if cfg.exact_max else SLACK
-            ),
+            make_lazy_softmax(problem, scale_log2, 2 * cfg.m_tiles, cfg.exact_max),
             rQ,
             mainloop.accumulator(cfg, problem.tile_dim_v),
             grouped(cS),

@@ -1,9 +1,12 @@
 """Online softmax whose references follow the row maxima at a distance.
 
 Weights are taken against a reference that need not be the row maximum: O / l is the same. It is the
-maximum when it is set, and moves again only when some score of the warp's rows lies `slack` binades
-above its own. Weights are then at most 2^slack, and few blocks after the first cost an exchange
-between threads or a rescaling of O.
+maximum when it is set, and moves again only when a score of the warp's rows lies too far above its
+own. Few blocks after the first then cost an exchange between threads or a rescaling of O.
+
+How far is too far: a weight other than 1 is rounded in P, by up to half a unit in the last place,
+while the one of the maximum itself is exact. That shows in O as far as the key has a large share
+of its row. What may have more than SHARE of the weights so far becomes the reference.
 
 Scores are looked at before they become weights, and those may be taken a few at a time: nothing
 between exp and the matrix product that reads them keeps the two from overlapping.
@@ -19,19 +22,18 @@ from cute_attn.kernels.common.bits import fma
 from cute_attn.kernels.common.layout import acc_as_rows
 from cute_attn.kernels.common.softmax import LN_2
 
-# A weight above 1 is rounded, where the maximum's own is 1: in a row of one key, an error of half
-# a unit in the last place of the type. fp16 keeps 11 bits of weights from 2^-14 to 2^16.
-SLACK = 4.0
+SHARE = 0.25
+FARTHEST = 8.0  # binades: fp16 weights stay far below 65504
 
 
 @dataclass(frozen=True)
 class LazySoftmax:
-    ref: cute.Tensor  # (rows,) running reference of scale_log2 * scores
+    ref: cute.Tensor  # (rows,) running reference of scale_log2 * scores; 0 if no key was seen
+    limit: cute.Tensor  # (rows,) score above which it moves; -inf if no key was seen
     row_sum: cute.Tensor  # (rows,) running sum of weights, this thread's columns only
-    base: cute.Tensor  # (rows,) ref, or 0 where no key was seen
     scale_log2: Float32  # |softmax_scale| * log2(e)
     problem: object
-    slack: float
+    exact: bool  # every new maximum becomes the reference
 
     @property
     def rows(self) -> int:
@@ -40,8 +42,8 @@ class LazySoftmax:
 
     @cute.jit
     def reset(self):
-        self.ref.fill(-Float32.inf)
-        self.base.fill(0.0)
+        self.ref.fill(0.0)
+        self.limit.fill(-Float32.inf)
         self.row_sum.fill(0.0)
 
     @cute.jit
@@ -52,7 +54,7 @@ class LazySoftmax:
             if const_expr(self.problem.negative_scale):
                 S[r, None].store(-S[r, None].load())
             peaks[r] = S[r, None].load().reduce(cute.ReductionOp.MAX, -Float32.inf, 0)
-            high = high | (fma(peaks[r], self.scale_log2, -self.ref[r]) > self.slack)
+            high = high | (fma(peaks[r], self.scale_log2, -self.limit[r]) > 0.0)
         if cute.arch.vote_any_sync(Boolean(high)):
             self.follow(peaks, acc_O)
 
@@ -61,13 +63,25 @@ class LazySoftmax:
         """References become the row maxima."""
         O = acc_as_rows(acc_O)
         for r in cutlass.range_constexpr(self.rows):
-            peak = cute.arch.warp_reduction_max(peaks[r], threads_in_group=4)
-            top = cute.arch.fmax(peak * self.scale_log2, self.ref[r])
-            base = Float32(0.0) if top == -Float32.inf else top
-            fix = cute.math.exp2(self.ref[r] - base, fastmath=True)
-            self.ref[r], self.base[r] = top, base
+            old, none_yet = self.ref[r], self.limit[r] == -Float32.inf
+            peak = cute.arch.warp_reduction_max(peaks[r], threads_in_group=4) * self.scale_log2
+            top = cute.arch.fmax(peak, -Float32.inf if none_yet else old)
+            self.ref[r] = Float32(0.0) if top == -Float32.inf else top
+            fix = cute.math.exp2(old - self.ref[r], fastmath=True)
+            fix = Float32(0.0) if none_yet else fix
             self.row_sum[r] = self.row_sum[r] * fix
+            self.limit[r] = top + self.distance(r)
             O[r, None].store(O[r, None].load() * fix)
+
+    @cute.jit
+    def distance(self, r: cutlass.Constexpr[int]) -> Float32:
+        """How far above the reference a score has SHARE of the weights so far, of which this
+        thread has a quarter."""
+        distance = Float32(0.0)
+        if const_expr(not self.exact):
+            share = cute.math.log2(self.row_sum[r] * (4 * SHARE), fastmath=True)
+            distance = cute.arch.fmin(cute.arch.fmax(share, 0.0), FARTHEST)
+        return distance
 
     @cute.jit
     def weigh(self, scores: cute.Tensor, first: cutlass.Constexpr[int]):
@@ -75,7 +89,7 @@ class LazySoftmax:
         as an A operand has them."""
         for i in cutlass.range_constexpr(cute.size(scores)):
             r = first + i // 2 % 2
-            x = fma(scores[i], self.scale_log2, -self.base[r])
+            x = fma(scores[i], self.scale_log2, -self.ref[r])
             scores[i] = cute.math.exp2(x, fastmath=True)
             self.row_sum[r] = self.row_sum[r] + scores[i]
 
@@ -92,6 +106,6 @@ class LazySoftmax:
         return norm, lse
 
 
-def make_lazy_softmax(problem, scale_log2: Float32, rows: int, slack: float) -> LazySoftmax:
-    ref, row_sum, base = (cute.make_rmem_tensor(rows, Float32) for _ in range(3))
-    return LazySoftmax(ref, row_sum, base, scale_log2, problem, slack)
+def make_lazy_softmax(problem, scale_log2: Float32, rows: int, exact: bool) -> LazySoftmax:
+    ref, limit, row_sum = (cute.make_rmem_tensor(rows, Float32) for _ in range(3))
+    return LazySoftmax(ref, limit, row_sum, scale_log2, problem, exact)
