@@ -107,8 +107,21 @@ class Worker:
             for k in cutlass.range_constexpr(self.problem.head_dim // STEP):
                 self.fetch_q(self.rQ[None, None, k], k)
 
+    @property
+    def narrower(self) -> int:
+        """Keys that no row of the first m-tiles sees of a diagonal's last block, whose rows lie so
+        much above those of the last; 0 if a block is too narrow for that."""
+        rows = STEP * self.cfg.warps
+        useful = self.problem.causal and self.cfg.m_tiles > 1 and self.cfg.tile_n >= rows
+        return rows if useful else 0
+
+    def sees(self, m: int, step: int, narrow: bool) -> bool:
+        """Whether a row of m-tile m may see a key of the 16 from 16 * step on."""
+        last = m == self.cfg.m_tiles - 1
+        return last or not narrow or STEP * step < self.cfg.tile_n - self.narrower
+
     @cute.jit
-    def scores(self, acc_S: cute.Tensor, stage: Int32):
+    def scores(self, acc_S: cute.Tensor, stage: Int32, narrow: cutlass.Constexpr[bool]):
         """acc_S = Q K^T"""
         K, layout = self.at_k + stage * self.smem.k.bytes, self.smem.k
         dtype = self.x.gQ.element_type
@@ -123,11 +136,11 @@ class Worker:
                 B = cute.make_rmem_tensor(8, dtype)
                 ptx.ldmatrix(B, layout.step(K, k) + n * STEP * layout.pitch)
                 for m in cutlass.range_constexpr(self.cfg.m_tiles):
-                    for half in cutlass.range_constexpr(2):
+                    for half in cutlass.range_constexpr(2 * self.sees(m, n, narrow)):
                         self.mma(acc_S, m, 2 * n + half, A[None, m], B, half)
 
     @cute.jit
-    def add_values(self, acc_S: cute.Tensor, stage: Int32):
+    def add_values(self, acc_S: cute.Tensor, stage: Int32, narrow: cutlass.Constexpr[bool]):
         """O += P V. Scores become weights where they are used, 16 keys at a time, so that exp and
         matrix products overlap."""
         V, layout = self.at_v + stage * self.smem.v.bytes, self.smem.v
@@ -135,14 +148,15 @@ class Worker:
         for k in cutlass.range_constexpr(self.cfg.tile_n // STEP):
             P = cute.make_rmem_tensor((8, self.cfg.m_tiles), dtype)
             for m in cutlass.range_constexpr(self.cfg.m_tiles):
-                scores = S[None, m, k]
-                self.softmax.weigh(scores, 2 * m)
-                P[None, m].store(scores.load().to(dtype))
+                if const_expr(self.sees(m, k, narrow)):
+                    scores = S[None, m, k]
+                    self.softmax.weigh(scores, 2 * m)
+                    P[None, m].store(scores.load().to(dtype))
             for n in cutlass.range_constexpr(self.problem.tile_dim_v // STEP):
                 B = cute.make_rmem_tensor(8, dtype)
                 ptx.ldmatrix(B, layout.step(V, n) + k * STEP * layout.pitch, transpose=True)
                 for m in cutlass.range_constexpr(self.cfg.m_tiles):
-                    for half in cutlass.range_constexpr(2):
+                    for half in cutlass.range_constexpr(2 * self.sees(m, k, narrow)):
                         self.mma(self.acc_O, m, 2 * n + half, P[None, m], B, half)
 
     # The algorithm
@@ -160,18 +174,39 @@ class Worker:
 
     @cute.jit
     def block(self, block: Int32, stage: Int32, masked: cutlass.Constexpr[bool]):
-        """One KV block: S = Q K^T, softmax, O += P V; the next block's stage."""
+        """One KV block, as far as this warp's rows see it; the next block's stage."""
         stages = self.cfg.kv_stages
         self.arrive()
         before = stage - 1 if stage > 0 else Int32(stages - 1)
         self.load_block(block - (stages - 1), before, True)
+        if const_expr(masked and self.narrower):
+            seen = keys_seen(self.problem, self.rows.last - self.narrower, self.shape)
+            if seen <= (block + 1) * self.cfg.tile_n - self.narrower:
+                self.attend(block, stage, masked, True)
+            else:
+                self.attend(block, stage, masked, False)
+        elif const_expr(masked and self.problem.causal):
+            if keys_seen(self.problem, self.rows.last, self.shape) > block * self.cfg.tile_n:
+                self.attend(block, stage, masked, False)
+        else:
+            self.attend(block, stage, masked, False)
+        return stage + 1 if stage < stages - 1 else Int32(0)
+
+    @cute.jit
+    def attend(
+        self,
+        block: Int32,
+        stage: Int32,
+        masked: cutlass.Constexpr[bool],
+        narrow: cutlass.Constexpr[bool],
+    ):
+        """S = Q K^T, softmax, O += P V. narrow: the last m-tile alone reads all keys."""
         acc_S = accumulator(self.cfg, self.cfg.tile_n)
-        self.scores(acc_S, stage)
+        self.scores(acc_S, stage, narrow)
         if const_expr(masked):
             self.mask(acc_S, block)
         self.softmax.look(acc_S, self.acc_O)
-        self.add_values(acc_S, stage)
-        return stage + 1 if stage < stages - 1 else Int32(0)
+        self.add_values(acc_S, stage, narrow)
 
     @cute.jit
     def mask(self, acc_S: cute.Tensor, block: Int32):
@@ -222,5 +257,8 @@ def accumulator(cfg, width: int) -> cute.Tensor:
 @cute.jit
 def rows_of(cfg, problem, tile: Tile, shape: Shape) -> Rows:
     first = tile.m_block * cfg.tile_m
+    warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    last = first + cfg.tile_m - STEP * (cfg.warps - warp) + STEP - 1
     end = kv_block_end(cfg, problem, first + cfg.tile_m, shape)
-    return Rows(first, end, cutlass.min(first_full_block(cfg, problem, first, shape), end - 1))
+    full = cutlass.min(first_full_block(cfg, problem, first, shape), end - 1)
+    return Rows(first, last, end, full)

@@ -42,5 +42,6 @@ class Rows(NamedTuple):
     """What the rows of a tile read."""
 
     first: Int32  # row
+    last: Int32  # row of this warp
     end: Int32  # one past their last KV block
     full: Int32  # blocks below need no element mask
