@@ -13,6 +13,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from helpers import as_on_ampere  # noqa: E402
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 from torch.nn.functional import scaled_dot_product_attention  # noqa: E402
 
@@ -26,6 +27,20 @@ pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).resolve().parents[1]
 BF16 = torch.bfloat16
 TICKETS = FwdConfig(128, 128, schedule="dynamic")  # the schedule that a shared counter would break
+
+
+@pytest.fixture
+def arch(request, monkeypatch):
+    if request.param == "sm80":
+        as_on_ampere(monkeypatch)
+
+
+def each_kernel(test):
+    """Run it with the GPU's own kernels and with Ampere's."""
+    which = pytest.mark.parametrize(
+        "arch", ["own", pytest.param("sm80", marks=pytest.mark.sm80)], indirect=True
+    )
+    return pytest.mark.usefixtures("arch")(which(test))
 
 
 def tensors(b=2, sq=300, sk=300, hq=4, hk=2, d=64, dv=None, dtype=BF16, device="cuda", seed=0):
@@ -71,6 +86,7 @@ def slow_work():
 # Streams
 
 
+@each_kernel
 def test_b101_b102_current_stream_with_a_slow_producer():
     """A launch on any other stream would read q before it is written."""
     q, k, v = tensors()
@@ -171,6 +187,7 @@ def test_graph_when_no_counter_is_left(monkeypatch):
         assert torch.equal(out, want)
 
 
+@each_kernel
 def test_graph_of_copied_inputs():
     q, k, v = tensors()
     wide = torch.stack([q, q], 4).flatten(3)[..., ::2]
@@ -221,6 +238,7 @@ print(json.dumps(torch.equal(out, fwd(*x))))
 # Threads, devices, contexts
 
 
+@each_kernel
 def test_b106_threads():
     """Eight first calls at once, two for each head dim, then all with the same."""
     dims = (8, 24, 40, 72) * 2
@@ -326,6 +344,7 @@ def variants(t):
     yield "expanded everywhere", t[:1, :1, :1, :1].expand(t.shape)
 
 
+@each_kernel
 @pytest.mark.parametrize("which", [0, 1, 2])
 def test_b25_b27_strides(which):
     qkv = tensors(2, 200, 200, 4, 4)
@@ -336,6 +355,7 @@ def test_b25_b27_strides(which):
             assert torch.equal(cute_attn.fwd(*case), want)
 
 
+@each_kernel
 def test_out_strides():
     q, k, v = tensors(2, 200, 200, 4, 4)
     want = check(q, k, v)
@@ -345,6 +365,7 @@ def test_out_strides():
             assert torch.equal(out, want), name
 
 
+@each_kernel
 def test_out_leaves_its_neighbours_alone():
     """Padding rows and columns around out keep their values, in the last tile too."""
     q, k, v = tensors(1, 130, 130, 3, 3, 72)
@@ -356,6 +377,7 @@ def test_out_leaves_its_neighbours_alone():
     assert (around == 7.0).all()
 
 
+@each_kernel
 @pytest.mark.parametrize("shape", [(1, 1, 1), (4, 1, 1), (1, 1, 3), (1, 5, 1)])
 def test_b35_dimensions_of_size_one(shape):
     b, s, h = shape
@@ -366,6 +388,7 @@ def test_b35_dimensions_of_size_one(shape):
         assert torch.equal(cute_attn.fwd(*(t.as_strided(t.shape, stride) for t in (q, k, v))), want)
 
 
+@each_kernel
 def test_b33_offsets_beyond_two_to_the_31():
     """Keys 0 and 1 are 2**31 + 2**20 elements apart, in every dimension in turn."""
     far = (1 << 31) + (1 << 20)
