@@ -46,12 +46,12 @@ def load(
     first: Int32,
     whole: cutlass.Constexpr[bool],
 ):
-    """The tile from row `first` on to the address `to`. sure: columns that any head dim of the
-    class has; whole: all its rows are there."""
+    """The tile from row `first` on to the address `to`; zeros alone if that is negative. sure:
+    columns that any head dim of the class has; whole: all its rows are there."""
     at_once = rows_at_once(layout, threads)
     address = s.start + first * s.pitch
     for row in cutlass.range_constexpr(0, layout.rows, at_once):
-        there = Int32(16)
+        there = Int32(16) if first >= 0 else Int32(0)
         if const_expr(not whole):
             there = Int32(16) if first + s.row + row < s.matrix.shape[0] else Int32(0)
         if const_expr(row + at_once > layout.rows):  # more threads than chunks are left

@@ -64,14 +64,14 @@ class Worker:
 
     @cute.jit
     def load_block(self, block: Int32, stage: Int32, whole: cutlass.Constexpr[bool]):
-        """K and V of a block into a slot, as one group of copies; nothing below block 0."""
+        """K and V of a block into a slot, as one group of copies; zeros below block 0, which cost
+        less than a branch."""
         smem, threads, row = self.smem, self.cfg.threads, block * self.cfg.tile_n
         sure, sure_v = self.problem.head_dim - 8, self.problem.head_dim_v - 24
-        if block >= 0:
-            to = self.base + smem.k_start + stage * smem.k.bytes
-            load.load(self.k, smem.k, threads, sure, to, row, whole)
-            to = self.base + smem.v_start + stage * smem.v.bytes
-            load.load(self.v, smem.v, threads, sure_v, to, row, whole)
+        to = self.base + smem.k_start + stage * smem.k.bytes
+        load.load(self.k, smem.k, threads, sure, to, row, whole)
+        to = self.base + smem.v_start + stage * smem.v.bytes
+        load.load(self.v, smem.v, threads, sure_v, to, row, whole)
         cute.arch.cp_async_commit_group()
 
     @cute.jit
@@ -175,10 +175,7 @@ class Worker:
     @cute.jit
     def block(self, block: Int32, stage: Int32, masked: cutlass.Constexpr[bool]):
         """One KV block, as far as this warp's rows see it; the next block's stage."""
-        stages = self.cfg.kv_stages
         self.arrive()
-        before = stage - 1 if stage > 0 else Int32(stages - 1)
-        self.load_block(block - (stages - 1), before, True)
         if const_expr(masked and self.narrower):
             seen = keys_seen(self.problem, self.rows.last - self.narrower, self.shape)
             if seen <= (block + 1) * self.cfg.tile_n - self.narrower:
@@ -188,9 +185,17 @@ class Worker:
         elif const_expr(masked and self.problem.causal):
             if keys_seen(self.problem, self.rows.last, self.shape) > block * self.cfg.tile_n:
                 self.attend(block, stage, masked, False)
+            else:
+                self.load_next(block, stage)
         else:
             self.attend(block, stage, masked, False)
-        return stage + 1 if stage < stages - 1 else Int32(0)
+        return stage + 1 if stage < self.cfg.kv_stages - 1 else Int32(0)
+
+    @cute.jit
+    def load_next(self, block: Int32, stage: Int32):
+        """Into the slot of the block before, which nobody reads any more."""
+        ahead = self.cfg.kv_stages - 1
+        self.load_block(block - ahead, stage - 1 if stage > 0 else Int32(ahead), True)
 
     @cute.jit
     def attend(
@@ -203,6 +208,7 @@ class Worker:
         """S = Q K^T, softmax, O += P V. narrow: the last m-tile alone reads all keys."""
         acc_S = accumulator(self.cfg, self.cfg.tile_n)
         self.scores(acc_S, stage, narrow)
+        self.load_next(block, stage)  # while the last products are on their way
         if const_expr(masked):
             self.mask(acc_S, block)
         self.softmax.look(acc_S, self.acc_O)
@@ -238,6 +244,7 @@ class Worker:
     @cute.jit
     def end(self):
         """O and LSE leave."""
+        cute.arch.cp_async_wait_group(0)
         norm, lse = self.softmax.finish()
         x, smem, O = self.x, self.smem, self.acc_O
         output.store_rows(x.lse, lse, self.cS, self.tile, self.rows.first, self.shape.seqlen_q)
