@@ -1,7 +1,7 @@
 """The host side of the Ampere kernels: configs, which GPU runs what, what a launch passes. No GPU:
 see standin.py."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -14,6 +14,8 @@ from cute_attn import compile as jit  # noqa: E402
 from cute_attn import launch, tuning_sm80  # noqa: E402
 from cute_attn.config import AMPERE_SMEM_LIMITS, AmpereConfig, FwdConfig  # noqa: E402
 from cute_attn.problem import Problem  # noqa: E402
+from cute_attn.tools import bench, cases, peers  # noqa: E402
+from cute_attn.tools.compile import ampere_jobs, jobs_of  # noqa: E402
 
 CUDA = torch.device("cuda", 0)
 
@@ -194,3 +196,21 @@ def test_what_a_launch_passes(tmp_path, monkeypatch):
     kernel = jit.get(Problem("bf16", 64, 64), AmpereConfig(ctas=2), "sm80:sm_90a")
     with pytest.raises(TypeError, match="Expects 8 parameters"):
         kernel()
+
+
+# tools
+
+
+def test_tools_take_the_arch():
+    (impl,) = peers.chosen(["ours"], ["tile_n=32"], "fwd", "sm80")
+    case = cases.parse_shape("b=1,hq=8,sq=1024,d=128")
+    picked = tuning_sm80.pick(case.problem(), peers._ampere_chip())
+    assert impl.config_record(case) == asdict(replace(picked, tile_n=32))
+    with pytest.raises(ValueError, match="pingpong"):
+        peers.chosen(["ours"], ["pingpong=1"], "fwd", "sm80")
+    args = bench.parser().parse_args(["--arch", "sm80", "--backward"])
+    with pytest.raises(ValueError, match="--arch sm80"):
+        bench.implementations_of(args, "cuda")
+    jobs = jobs_of([], "sm80:sm_86", False, ["bf16"])
+    assert jobs == ampere_jobs("sm_86", ["bf16"]) and len(jobs) == 12
+    assert jobs_of([case], "sm80", False, [])[0][1] == tuning_sm80.pick(case.problem(), "sm_80")
