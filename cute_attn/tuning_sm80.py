@@ -14,7 +14,7 @@ Table = tuple[tuple[int, int, AmpereConfig], ...]
 # 128 columns O of 32 rows does not fit its registers. Two CTAs of 4 warps an SM, or one of 8, so
 # that one is in its softmax while another multiplies.
 ROOMY: Table = (  # 227 KiB a CTA, 228 an SM: an H100 or H200 that is asked for arch="sm80"
-    (64, 64, AmpereConfig(128, 128, ctas=2)),
+    (64, 64, AmpereConfig(128, 64, ctas=2)),
     (96, 96, AmpereConfig(128, 64, ctas=2)),
     (128, 128, AmpereConfig(128, 64, ctas=2)),
     (192, 128, AmpereConfig(128, 48, ctas=2)),
@@ -22,7 +22,7 @@ ROOMY: Table = (  # 227 KiB a CTA, 228 an SM: an H100 or H200 that is asked for 
     (256, 256, AmpereConfig(128, 64, warps=8)),
 )
 A100: Table = (  # 163 KiB a CTA, 164 an SM
-    (64, 64, AmpereConfig(128, 96, ctas=2)),
+    (64, 64, AmpereConfig(128, 64, ctas=2)),
     (96, 96, AmpereConfig(128, 64, ctas=2)),
     (128, 128, AmpereConfig(128, 32, ctas=2)),
     (192, 128, AmpereConfig(128, 64, warps=8)),
