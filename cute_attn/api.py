@@ -408,7 +408,7 @@ def warmup(
     launch.check_arch_name(arch)
     if arch == "sm80" and (backward or preset is not None):
         what = "the backward" if backward else "FP8"
-        launch.choose_hopper(torch.device("cpu"), arch, what)
+        launch.refuse_ampere(arch, what)
     here = here and launch.runs_here(arch)
     target = launch.compile_target(torch.device("cuda" if here else "cpu"), arch)
     negative = softmax_scale is not None and launch.checked_scale(softmax_scale) < 0

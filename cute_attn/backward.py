@@ -136,8 +136,9 @@ def make_plan(
     """Check the call. Nothing is compiled or allocated here; a first launch does both."""
     if not isinstance(deterministic, bool):
         raise TypeError(f"deterministic is {deterministic!r}: a bool is wanted")
-    launch.choose_hopper(q.device, arch, "the backward")
+    launch.refuse_ampere(arch, "the backward")
     call = launch.make_plan(q, k, v, causal, negative, arch=arch)
+    launch.refuse_ampere(call.arch, "the backward")
     _check("dout", dout, call, call.out_shape, call.dtype)
     _check("out", out, call, call.out_shape, call.dtype)
     _check("lse", lse, call, call.lse_shape, torch.float32)
@@ -261,9 +262,9 @@ def explain(
     """Arguments and errors are those of cute_attn.explain(..., backward=True)."""
     if not isinstance(deterministic, bool):
         raise TypeError(f"deterministic is {deterministic!r}: a bool is wanted")
-    if arch != "sm90":
-        launch.choose_hopper(q.device, arch, "the backward")
+    launch.refuse_ampere(arch, "the backward")
     plan = launch.make_plan(q, k, v, causal, arch=arch, foreign=arch == "sm90")
+    launch.refuse_ampere(plan.arch, "the backward")
     problem = kernel_problem(plan.problem)
     chosen = choose_config(problem, config, deterministic)
     m, n = chosen.tile_m(problem), 64 if chosen.wide(problem) else 64 * chosen.warpgroups

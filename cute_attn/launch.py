@@ -272,12 +272,17 @@ def choose_arch(device: torch.device, arch: str | None) -> str:
 
 def choose_hopper(device: torch.device, arch: str | None, what: str) -> str:
     """The same for what has no Ampere kernels."""
-    chosen = arch if arch == "sm80" else choose_arch(device, arch)
-    if chosen == "sm80":
+    refuse_ampere(arch, what)
+    chosen = choose_arch(device, arch)
+    refuse_ampere(chosen, what)
+    return chosen
+
+
+def refuse_ampere(arch: str | None, what: str) -> None:
+    if arch == "sm80":
         raise NotImplementedError(
             f"arch='sm80': {what} is not built for it, but for compute capability 9.0 and the CPU"
         )
-    return chosen
 
 
 def compile_target(device: torch.device, arch: str) -> str:
