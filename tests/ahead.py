@@ -90,7 +90,7 @@ def fp8_jobs():
 def quantize_job(dims, dtype="bf16", given=(None, None, None), half=0, angles=None, **options):
     of = {"preset": "fp8", "seed": 0, "block": 128, "v_scales": "head"} | options
     rope = (torch.empty(1, half, dtype=angles),) * 2 if half else (None, None)
-    config = quantize_launch.choose_config((*given, *rope), head_dim=dims[0], **of)
+    config = quantize_launch.choose_config((*given, *rope), **of)
     return Problem(dtype, *dims), config
 
 

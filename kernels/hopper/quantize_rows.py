@@ -13,7 +13,7 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, const_expr
 
 from cute_attn.kernels.common import vectors
-from cute_attn.kernels.common.bits import fma, from_bits, moved, packed_e4m3, product
+from cute_attn.kernels.common.bits import copied, fma, from_bits, packed_e4m3, product
 from cute_attn.kernels.hopper import hadamard
 from cute_attn.kernels.hopper import quantize_slots as slots
 from cute_attn.kernels.hopper.hadamard import LANES, STRIDE, VECTOR, Values
@@ -86,7 +86,7 @@ def quantise_queries(cfg: cutlass.Constexpr, x: Head, dots, stage: Stage, tiles)
     tidx, end = cute.arch.thread_idx()[0], x.x.shape[0]
     t = begin(cfg, x, stage, tiles, const_expr(False))
     for i in cutlass.range(t.count, unroll=1):
-        row = moved(t.first) + i * ROWS  # addresses kept from tile to tile would spill
+        row = copied(t.first) + i * ROWS  # addresses kept from tile to tile would spill
         mine, dot = transformed(cfg, x, t, i, const_expr(False))
         top = of_quad(largest(cfg, mine.values), const_expr(True))
         scale = scale_of(top)
