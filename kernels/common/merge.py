@@ -5,6 +5,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
+from cute_attn.kernels.common.bits import fma
 from cute_attn.kernels.common.softmax import LN_2
 
 WARPS = 4  # rows a CTA merges
@@ -20,7 +21,8 @@ def share(ref: Float32, log_sum: Float32):
     weight = cute.math.exp2((ref - safe) + log_sum, fastmath=True)
     total = cute.arch.warp_reduction_sum(weight)
     empty = total == 0.0
-    whole = -Float32.inf if empty else (top + cute.math.log2(total, fastmath=True)) * LN_2
+    whole = fma(top, LN_2, cute.math.log2(total, fastmath=True) * LN_2)
+    whole = -Float32.inf if empty else whole
     return weight * (Float32(0.0) if empty else cute.arch.rcp_approx(total)), whole
 
 

@@ -193,20 +193,26 @@ class OnlineSoftmax:
             empty = total == 0.0
             norm[r] = Float32(0.0) if empty else cute.arch.rcp_approx(total)
             if const_expr(self.fine):
-                kept = Float32(self.unit[r].to(cutlass.Float16))  # as P holds the largest weight
-                sane = (kept > 0.0) & (kept < Float32.inf)
-                norm[r] = norm[r] * (self.unit[r] * cute.arch.rcp_approx(kept) if sane else 1.0)
+                norm[r] = norm[r] * as_kept(self.unit[r])
             log_sum[r] = -Float32.inf if empty else cute.math.log2(total, fastmath=True)
         return norm, log_sum
 
     @cute.jit
     def lse(self, log_sum: cute.Tensor) -> cute.Tensor:
-        """Log-sum-exp in natural log."""
+        """Log-sum-exp in natural log, rounded once: in the thousands the backward notices twice."""
         lse = cute.make_rmem_tensor(2, Float32)
         for r in cutlass.range_constexpr(2):
             empty = log_sum[r] == -Float32.inf
-            lse[r] = -Float32.inf if empty else (self.ref[r] + log_sum[r]) * LN_2
+            lse[r] = -Float32.inf if empty else fma(self.ref[r], LN_2, log_sum[r] * LN_2)
         return lse
+
+
+@cute.jit
+def as_kept(unit: Float32) -> Float32:
+    """A weight over what an fp16 P holds of it."""
+    kept = Float32(unit.to(cutlass.Float16))
+    sane = (kept > 0.0) & (kept < Float32.inf)
+    return unit * cute.arch.rcp_approx(kept) if sane else Float32(1.0)
 
 
 def make_softmax(problem, scale_log2: Float32) -> OnlineSoftmax:

@@ -20,7 +20,7 @@ from cutlass import Boolean, Float32, const_expr
 
 from cute_attn.kernels.common.bits import fma
 from cute_attn.kernels.common.layout import acc_as_rows
-from cute_attn.kernels.common.softmax import LN_2
+from cute_attn.kernels.common.softmax import LN_2, as_kept
 
 SHARE = 0.25
 FARTHEST = 8.0  # binades: fp16 weights stay far below 65504
@@ -31,9 +31,15 @@ class LazySoftmax:
     ref: cute.Tensor  # (rows,) running reference of scale_log2 * scores; 0 if no key was seen
     limit: cute.Tensor  # (rows,) score above which it moves; -inf if no key was seen
     row_sum: cute.Tensor  # (rows,) running sum of weights, this thread's columns only
+    unit: cute.Tensor  # (rows,) weight of the maximum: 1 up to the rounding of ref, which P loses
     scale_log2: Float32  # |softmax_scale| * log2(e)
     problem: object
     exact: bool  # every new maximum becomes the reference
+
+    @property
+    def fine(self) -> bool:
+        """Whether P is finer than scores in the thousands, whose ref fp32 rounds by 2^-12."""
+        return self.problem.dtype == "fp16"
 
     @property
     def rows(self) -> int:
@@ -45,6 +51,7 @@ class LazySoftmax:
         self.ref.fill(0.0)
         self.limit.fill(-Float32.inf)
         self.row_sum.fill(0.0)
+        self.unit.fill(1.0)
 
     @cute.jit
     def look(self, acc_S: cute.Tensor, acc_O: cute.Tensor):
@@ -64,9 +71,13 @@ class LazySoftmax:
         O = acc_as_rows(acc_O)
         for r in cutlass.range_constexpr(self.rows):
             old, none_yet = self.ref[r], self.limit[r] == -Float32.inf
-            peak = cute.arch.warp_reduction_max(peaks[r], threads_in_group=4) * self.scale_log2
-            top = cute.arch.fmax(peak, -Float32.inf if none_yet else old)
+            peak = cute.arch.warp_reduction_max(peaks[r], threads_in_group=4)
+            top = -Float32.inf if none_yet else old
+            top = cute.arch.fmax(peak * self.scale_log2, top)
             self.ref[r] = Float32(0.0) if top == -Float32.inf else top
+            if const_expr(self.fine):
+                unit = cute.math.exp2(fma(peak, self.scale_log2, -top), fastmath=True)
+                self.unit[r] = unit if none_yet | (top > old) else self.unit[r]
             fix = cute.math.exp2(old - self.ref[r], fastmath=True)
             fix = Float32(0.0) if none_yet else fix
             self.row_sum[r] = self.row_sum[r] * fix
@@ -101,11 +112,13 @@ class LazySoftmax:
             total = cute.arch.warp_reduction_sum(self.row_sum[r], threads_in_group=4)
             empty = total == 0.0
             norm[r] = Float32(0.0) if empty else cute.arch.rcp_approx(total)
-            whole = (self.ref[r] + cute.math.log2(total, fastmath=True)) * LN_2
+            if const_expr(self.fine):
+                norm[r] = norm[r] * as_kept(self.unit[r])
+            whole = fma(self.ref[r], LN_2, cute.math.log2(total, fastmath=True) * LN_2)
             lse[r] = -Float32.inf if empty else whole
         return norm, lse
 
 
 def make_lazy_softmax(problem, scale_log2: Float32, rows: int, exact: bool) -> LazySoftmax:
-    ref, limit, row_sum = (cute.make_rmem_tensor(rows, Float32) for _ in range(3))
-    return LazySoftmax(ref, limit, row_sum, scale_log2, problem, exact)
+    ref, limit, row_sum, unit = (cute.make_rmem_tensor(rows, Float32) for _ in range(4))
+    return LazySoftmax(ref, limit, row_sum, unit, scale_log2, problem, exact)
