@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cute_attn import compile as jit
 from cute_attn import launch, tuning_bwd
-from cute_attn.config import FILL, BwdConfig
+from cute_attn.config import FILL, SHARE_WORDS, BwdConfig
 from cute_attn.problem import Problem
 
 Layout = tuple[tuple[int, ...], tuple[int, ...]]  # shape, strides
@@ -25,9 +25,11 @@ class Plan:
     call: launch.Plan  # of the forward
     config: BwdConfig
     gradients: tuple[Layout, Layout, Layout]
-    scratch: tuple[Layout, Layout]
+    scratch: tuple[Layout, Layout]  # of rows, and of dQ's accumulator
     direct: bool  # tensors can be read as they are, if their bases are aligned
     kernel: jit.Kernel | None = None
+    shares: Layout = ((1,), (1,))  # scratch of tiles that CTAs share,
+    shared: tuple[int, int] = (0, 1)  # tiles before those, and CTAs that share one
     no_dlse: Tensor | None = None  # a zero of lse's shape
 
 
@@ -105,13 +107,30 @@ def _launch(
     call = plan.call
     dq, dk, dv = (launch._empty(*layout, call.dtype) for layout in plan.gradients)
     stats, parts = (launch._empty(*layout, torch.float32) for layout in plan.scratch)
+    shares = launch._empty(*plan.shares, torch.float32)
     if dlse is None:
         dlse = plan.no_dlse
     if dlse is None:  # not inside a graph, whose memory would not outlive it
         dlse = torch.zeros((), dtype=torch.float32, device=q.device).expand(call.lse_shape)
     score_scale = scale if abs(scale) > TINY_SCALE else TINY_SCALE
     plan.kernel(  # type: ignore[misc]
-        q, k, v, out, dout, lse, dlse, dq, dk, dv, stats, parts, call.sms, scale, score_scale
+        q,
+        k,
+        v,
+        out,
+        dout,
+        lse,
+        dlse,
+        dq,
+        dk,
+        dv,
+        stats,
+        parts,
+        shares,
+        call.sms,
+        *plan.shared,
+        scale,
+        score_scale,
     )
     return dq, dk, dv
 
@@ -162,6 +181,8 @@ def _bind(plan: Plan) -> None:
     with torch.cuda.device(call.device):
         kernel = launch.compiled(kernel_problem(call.problem), plan.config, call.arch)
         call.sms = launch.multiprocessors(call.device)
+        plan.shared = tuning_bwd.shared(call.problem, plan.config, call.sms)
+        plan.shares = _contiguous(shares_shape(call.problem, plan.config, call.sms))
         if index not in _zeros and not launch._capturing():
             zero = torch.zeros((), dtype=torch.float32, device=call.device)
             if call.device.type == "cuda":
@@ -205,6 +226,17 @@ def scratch_shapes(problem: Problem, config: BwdConfig) -> tuple[tuple[int, ...]
     return statistics, accumulator
 
 
+def shares_shape(problem: Problem, config: BwdConfig, sms: int) -> tuple[int]:
+    """Of what CTAs that share a tile pass on, fp32: counters, dK and dV of all parts but one."""
+    whole, parts = tuning_bwd.shared(problem, config, sms)
+    if parts == 1:
+        return (sms * SHARE_WORDS,)
+    keys = 64 * config.warpgroups
+    tiles = problem.batch * problem.heads_kv * -(-problem.seqlen_k // keys) - whole
+    columns = config.width(problem) + config.width_v(problem)
+    return (sms * SHARE_WORDS + tiles * (parts - 1) * keys * columns,)
+
+
 @dataclass(frozen=True)
 class BwdExplanation:
     """What bwd would run; print it."""
@@ -216,6 +248,7 @@ class BwdExplanation:
     tile: tuple[int, int]  # queries and keys of a block
     smem_bytes: int  # shared memory per CTA
     tiles: int  # a block of keys and a KV head each; 0 for an empty problem
+    parts: int  # into which those tiles are cut that would have a last round for themselves
     grid: int  # CTAs: one a tile above head dim 128, else of as many tiles as it takes
     scratch_bytes: int  # allocated for the call beside the gradients
     copies: tuple[str, ...]  # of q, k and v, what is copied because the hardware cannot load it
@@ -235,6 +268,7 @@ class BwdExplanation:
             lines.append("runs       block-wise gradients in torch")
         else:
             m, n = self.tile
+            cut = f", the last of them in {self.parts} parts" if self.parts > 1 else ""
             order = "a fixed" if self.config.deterministic else "no fixed"
             lines += [
                 f"config     {self.config}",
@@ -242,7 +276,7 @@ class BwdExplanation:
                 f"tile       {m} queries x {n} keys",
                 f"dq         added up in {order} order",
                 f"smem       {self.smem_bytes} bytes per CTA",
-                f"grid       {self.grid} CTAs for {self.tiles} tiles",
+                f"grid       {self.grid} CTAs for {self.tiles} tiles{cut}",
                 f"scratch    {self.scratch_bytes} bytes",
                 f"copies     {', '.join(self.copies) or 'none'}",
                 f"compiled   {self.compiled}",
@@ -271,6 +305,9 @@ def explain(
     tiles = 0 if plan.empty else -(-problem.seqlen_k // n) * problem.heads_kv * problem.batch
     sms = launch.multiprocessors(plan.device) or FILL
     on_device = plan.arch != "cpu" and not plan.empty
+    scratch = *scratch_shapes(problem, chosen), shares_shape(problem, chosen, sms)
+    whole, parts = tuning_bwd.shared(problem, chosen, sms)
+    ctas = 0 if plan.empty else whole + (tiles - whole) * parts
     return BwdExplanation(
         problem,
         chosen,
@@ -279,8 +316,9 @@ def explain(
         (m, n),
         chosen.smem_bytes(problem),
         tiles,
-        tiles if chosen.wide(problem) else min(tiles, sms),
-        4 * sum(map(math.prod, scratch_shapes(problem, chosen))) if on_device else 0,
+        parts,
+        ctas if chosen.wide(problem) else min(ctas, sms),
+        4 * sum(map(math.prod, scratch)) if on_device else 0,
         tuple(name for name, t in (("q", q), ("k", k), ("v", v)) if launch.needs_copy(t)),
         jit.state(problem, chosen, plan.arch) if on_device else "not compiled",
     )

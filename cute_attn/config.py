@@ -16,6 +16,7 @@ PART_KEYS = 512  # keys of a part, on average at least
 MAX_PARTS = 32  # one lane each in the kernel that merges them
 PROMOTED = 128  # columns of V whose sums have registers twice, for Fp8Config.promote
 TURN_WORDS = 64  # a cache line for each consumer warpgroup
+SHARE_WORDS = 4  # for each multiprocessor, to count the parts of a tile that CTAs share
 TICKET_WORDS = 32  # a cache line, so that the next block's statistics begin with one
 SCHEDULES = ("grid", "static", "dynamic")  # one tile per CTA; round-robin; tickets
 
@@ -303,6 +304,11 @@ class BwdConfig:
         """Words of a block in which LSE and D of its rows lie: two a row, or the 16 bytes that an
         operand takes."""
         return self.tile_m(problem) * (2 if self.wide(problem) else 4)
+
+    def shares(self, problem: Problem) -> bool:
+        """Whether CTAs may share tiles: not where dq is added up in turn, nor in the wide kernel,
+        whose CTAs have a tile each. With blocks of 128 queries it has cost more than it saved."""
+        return not self.deterministic and not self.wide(problem) and self.tile_m(problem) == 64
 
     def slots(self, problem: Problem) -> int:
         """Depth of the dS ring: what dK and dV take, which leave through it, is the least."""

@@ -77,7 +77,7 @@ class Device:
 
     def build_backward(self, problem, config):
         def kernel(q, k, v, o, do, lse, dlse, *rest):
-            dq, dk, dv, stats, parts, sms, scale, score_scale = rest
+            dq, dk, dv, stats, parts, shares, sms, *shared, scale, score_scale = rest
             for t in (q, k, v, o, do, dq, dk, dv):
                 check_operand(t)
             for t in (lse, dlse, stats, parts):
@@ -87,14 +87,14 @@ class Device:
             blocks = *lse.shape[:2], -(-lse.shape[2] // rows)
             assert stats.shape == (*blocks, config.block_words(problem))
             assert parts.shape == (*blocks, rows * config.width(problem))
-            assert sms == 132
+            assert sms == 132 and shares.dtype == torch.float32
             assert type(scale) is float and score_scale == scale != 0.0
             options = {"causal": problem.causal, "softmax_scale": scale, "dlse": dlse}
             got = reference_backward.attention_backward_blockwise(do, q, k, v, o, lse, **options)
             for t, values in zip((dq, dk, dv), got):
                 t.copy_(values)
             self.launches.append((q, k, v, o, do))
-            self.scratch.append((tuple(stats.shape), tuple(parts.shape)))
+            self.scratch.append((tuple(stats.shape), tuple(parts.shape), tuple(shares.shape)))
 
         return kernel
 

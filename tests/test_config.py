@@ -145,6 +145,31 @@ def test_scratch_of_the_backward():
         assert words * 4 % 128 == statistics * 4 % 128 == 0, "counters share no cache line"
 
 
+def test_tiles_that_ctas_share():
+    """Those left over after full rounds, if parts of them end earlier; with a causal mask those of
+    the last KV heads, if they are long."""
+    config = BwdConfig()
+
+    def shared(d=128, causal=False, config=config, **sizes):
+        sizes = {"batch": 1, "seqlen_q": 4096, "seqlen_k": 4096, "heads_q": 4} | sizes
+        sizes["heads_kv"] = sizes.get("heads_kv", sizes["heads_q"])
+        return tuning_bwd.shared(Problem("bf16", d, d, causal, **sizes), config, 132)
+
+    assert shared(heads_q=66) == (66 * 32, 1)  # 16 rounds
+    assert shared(heads_q=64) == (15 * 132, 3)  # and 68 tiles
+    assert shared(d=64, heads_q=64) == (2048, 1)
+    assert shared(heads_q=16, batch=8) == (31 * 132, 8)  # and 4
+    assert shared() == (128, 1)  # 128 of 132 are at work
+    assert shared(seqlen_k=1024) == (0, 4)  # 32 tiles, 128 parts
+    assert shared(seqlen_q=100, heads_q=64) == (2048, 1)  # two blocks
+    assert shared(heads_q=64, causal=True) == (2048, 1)
+    assert shared(heads_q=64, heads_kv=8, causal=True) == (128, 4)  # of 256
+    assert shared(heads_q=32, heads_kv=1, causal=True) == (0, 8)
+    assert shared(heads_q=512, heads_kv=64, causal=True) == (2048, 1)
+    assert shared(heads_q=64, config=BwdConfig(deterministic=True)) == (2048, 1)
+    assert shared(d=256, heads_q=8)[1] == 1
+
+
 def test_parts_of_the_keys():
     """By lengths and heads alone; parts have 512 keys on average, and together fill 132 SMs."""
     config = FwdConfig(128, 128, split_kv=True)

@@ -29,20 +29,33 @@ from cute_attn.tools.compile import Built, backward_jobs  # noqa: E402
 
 
 def test_explain():
-    q, k, v = tensors(2, 300, 500, 8, 2, 128, 128)
+    q, k, v = tensors(2, 300, 500, 4, 2, 128, 128)
     e = cute_attn.explain(q, k, v, causal=True, arch="sm90", backward=True, dlse=None)
     m, n = e.tile
-    assert e.problem == Problem("bf16", 128, 128, True, False, 2, 300, 500, 8, 2)
+    assert e.problem == Problem("bf16", 128, 128, True, False, 2, 300, 500, 4, 2)
     assert e.config == tuning_bwd.pick(e.problem) and e.tiles == -(-500 // n) * 2 * 2
     assert e.grid == (e.tiles if e.config.wide(e.problem) else min(e.tiles, 132))
     blocks, a_block = -(-300 // m), 2 * max(m, 128) + 32 + 128 * m  # and the ticket counter
-    assert e.scratch_bytes == 4 * 2 * 8 * blocks * a_block
+    assert e.scratch_bytes == 4 * (2 * 4 * blocks * a_block + 4 * 132) and e.parts == 1
     assert e.smem_bytes == e.config.smem_bytes(e.problem)
     assert e.kernel == "cute_attn_bwd_sm90_bf16_d128_dv128_causal" and "cute_attn" in str(e)
     for part in ("backward of", "seqlen 300 x 500", f"{e.scratch_bytes} bytes", "sm90", "compiled"):
         assert part in str(e)
-    longer = cute_attn.explain(*tensors(2, 600, 5, 8, 2, 128, 128), arch="sm90", backward=True)
+    longer = tensors(2, 600, 5, 4, 2, 128, 128)
+    longer = cute_attn.explain(*longer, causal=True, arch="sm90", backward=True)
     assert longer.scratch_bytes <= 2.2 * e.scratch_bytes, "scratch grows with seqlen_q alone"
+
+
+def test_explain_shared_tiles():
+    """Of 2,048 tiles 68 are left after 15 rounds of 132 CTAs: thirds of them take two thirds of a
+    round."""
+    e = cute_attn.explain(
+        *(torch.empty(1, 16384, 16, 128, dtype=torch.bfloat16, device="meta") for _ in range(3)),
+        arch="sm90",
+        backward=True,
+    )
+    assert (e.tiles, e.grid, e.parts) == (2048, 132, 3) and "in 3 parts" in str(e)
+    assert e.scratch_bytes < 1.2 * 4 * 16384 * 16 * 128
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])
@@ -51,11 +64,14 @@ def test_explain_deterministic(dim):
     options = {"arch": "sm90", "backward": True}
     q, k, v = tensors(2, 300, 70, 4, 2, dim, dim)
     plain = cute_attn.explain(q, k, v, **options)
+    shared = 4 * 4 * (plain.parts - 1) * 128 * 2 * dim  # by CTAs, of which there are enough
     e = cute_attn.explain(q, k, v, deterministic=True, **options)
     assert e.config == replace(plain.config, deterministic=True) and not plain.config.deterministic
     assert e.kernel == f"{plain.kernel}_deterministic" and "a fixed order" in str(e)
-    assert "no fixed order" in str(plain) and (e.grid, e.tile) == (plain.grid, plain.tile)
-    assert e.scratch_bytes - plain.scratch_bytes == 2 * 4 * -(-300 // e.tile[0]) * 2 * 128
+    assert "no fixed order" in str(plain) and e.tile == plain.tile
+    assert (e.tiles, e.grid * plain.parts) == (plain.tiles, plain.grid) and e.parts == 1
+    added = e.scratch_bytes - plain.scratch_bytes + shared
+    assert added == 2 * 4 * -(-300 // e.tile[0]) * 2 * 128
     deep = BwdConfig(stages=3)
     for config, asked in ((replace(deep, deterministic=True), False), (deep, True)):
         found = cute_attn.explain(

@@ -51,6 +51,11 @@ class Layout:
         return True
 
     @property
+    def shares(self) -> bool:
+        """Whether CTAs may share tiles (tuning_bwd.py says why not all)."""
+        return self.cfg.shares(self.problem)
+
+    @property
     def ds_slots(self) -> int:
         return self.cfg.slots(self.problem)
 
@@ -162,7 +167,10 @@ class BackwardSm90:
         mdV: cute.Tensor,
         stats: cute.Tensor,
         partial_dq: cute.Tensor,
+        shares: cute.Tensor,
         sms: Int32,
+        whole: Int32,
+        parts: Int32,
         softmax_scale: Float32,
         score_scale: Float32,
         stream: cuda.CUstream,
@@ -170,9 +178,10 @@ class BackwardSm90:
         """mQ, mdQ (batch, seqlen_q, heads_q, head_dim), mO, mdO (batch, seqlen_q, heads_q,
         head_dim_v), mK, mdK, mV, mdV likewise with seqlen_k and heads_kv; mLSE, mdLSE (batch,
         heads_q, seqlen_q). stats (batch, heads_q, blocks, block_words) and partial_dq (batch,
-        heads_q, blocks, tile_m * width) are fp32 scratch. sms: multiprocessors, and so many CTAs
-        where they are persistent. score_scale is softmax_scale, or some tiny scale where that is
-        0."""
+        heads_q, blocks, tile_m * width) are fp32 scratch. So is shares, for tiles from number
+        `whole` on, each of which `parts` CTAs share (bwd_parts.py): SHARE_WORDS for each of sms,
+        then dK and dV of parts. sms: multiprocessors, and so many CTAs where they are persistent.
+        score_scale is softmax_scale, or some tiny scale where that is 0."""
         cfg = self.cfg
         mQ, mK, mV, mO, mdO, mdQ, mdK, mdV = [
             reordered(t, ROWS) for t in (mQ, mK, mV, mO, mdO, mdQ, mdK, mdV)
@@ -180,10 +189,11 @@ class BackwardSm90:
         mLSE, mdLSE = reordered(mLSE, LSE), reordered(mdLSE, LSE)
         stats, dq = [reordered(t, [3, 2, 1, 0]) for t in (stats, partial_dq)]
         mmas = self.mmas()
-        shape = self.shape(mQ, mK, dq.shape[1], sms)
+        shape = self.shape(mQ, mK, dq.shape[1], sms, whole, parts)
         blocks = shape.m_blocks * mQ.shape[2] * mQ.shape[3]
         scale_log2 = score_scale * LOG2_E
-        bwd_rows.row_statistics(cfg, mO, mdO, mLSE, mdLSE, stats, dq, scale_log2).launch(
+        rows = mO, mdO, mLSE, mdLSE, stats, dq, shares
+        bwd_rows.row_statistics(cfg, *rows, scale_log2, sms).launch(
             grid=(blocks * bwd_rows.statistics_ctas(cfg), 1, 1),
             block=(bwd_rows.THREADS, 1, 1),
             stream=stream,
@@ -194,8 +204,11 @@ class BackwardSm90:
             tile_layout(self.dtype, (64, cfg.tile_m), cfg.shared_tiles),
             stats,
             dq,
+            shares,
         )
         tiles = shape.n_blocks * shape.heads
+        if const_expr(cfg.shares):
+            tiles = whole + (tiles - whole) * parts
         grid = cutlass.min(tiles, sms) if const_expr(cfg.persistent) else tiles
         self.kernel(x, mmas, shape, softmax_scale, scale_log2).launch(
             grid=(grid, 1, 1),
@@ -212,7 +225,7 @@ class BackwardSm90:
         )
 
     @cute.jit
-    def shape(self, mQ, mK, m_blocks, sms: Int32) -> Shape:
+    def shape(self, mQ, mK, m_blocks, sms: Int32, whole: Int32, parts: Int32) -> Shape:
         cfg, problem = self.cfg, self.problem
         heads, q_per_kv = mK.shape[2] * mK.shape[3], mQ.shape[2] // mK.shape[2]
         n_blocks = cute.ceil_div(mK.shape[0], cfg.tile_n)
@@ -228,9 +241,11 @@ class BackwardSm90:
             # so even each other out. The L2 cache matters less in a group's order (bwd_walk.py).
             rounds = cutlass.max(heads * n_blocks // (2 * sms - sms // 16), 1)
             even = cutlass.max(together, cute.ceil_div(heads, rounds))
-            together = even if q_per_kv > 1 or heads * n_blocks < FEW * sms else together
+            few = (q_per_kv > 1) | (heads * n_blocks < FEW * sms)
+            # Where several heads' Q, dO and dQ are more than the cache, CTAs share the last tiles.
+            together = even if few & (parts == 1) else together
         extents = mQ.shape[0], mK.shape[0], q_per_kv, m_blocks, n_blocks
-        return Shape(*extents, mK.shape[2], heads, together)
+        return Shape(*extents, mK.shape[2], heads, together, sms, whole, parts)
 
     def mmas(self) -> Mmas:
         cfg, dtype = self.cfg, self.dtype
@@ -324,7 +339,7 @@ class BackwardSm90:
             c.pipes.v.consumer_wait(at)
             c.wait_until_sent()
             rings = c.tile(tile, at, rings)
-            c.finish(tile, softmax_scale)
+            c.finish(tile, softmax_scale, bwd_tickets.share_of(c.smem, at))
             at.advance()
             tile = bwd_tickets.receive(c.smem, c.pipes.tickets, at)
         c.wait_until_sent()
@@ -350,7 +365,7 @@ class BackwardSm90:
             do_full: ring(cfg.stages)
             ds_full: ring(cfg.ds_slots)
             ticket_full: ring(1)
-            tickets: cute.struct.MemRange[Int32, 4]
+            tickets: cute.struct.MemRange[Int32, 8]
             statistics: numbers(statistics_layout(cfg))
             ones: numbers(ones_layout(cfg))
             k: tile(x.k.layout)
@@ -445,7 +460,7 @@ def smem_tensors(cfg: Layout, storage, x: Inputs) -> Smem:
         view(storage.ds, x.ds),
         storage.statistics.get_tensor(statistics_layout(cfg)),
         storage.ones.get_tensor(ones_layout(cfg)),
-        storage.tickets.get_tensor(cute.make_layout(4)),
+        storage.tickets.get_tensor(cute.make_layout(8)),
         view(storage.ds, x.dk.layout) if cfg.persistent else None,
     )
 
@@ -459,7 +474,7 @@ def kernel_of(problem: Problem, config: BwdConfig) -> BackwardSm90:
 def compile_bwd(problem: Problem, config: BwdConfig, options: str = ""):
     """Compile for the target in CUTE_DSL_ARCH; needs no GPU and no torch."""
     kernel = kernel_of(problem, config)
-    b, sq, sk, hq, hk, d, dv, blocks = (cute.sym_int32() for _ in range(8))
+    b, sq, sk, hq, hk, d, dv, blocks, words = (cute.sym_int32() for _ in range(9))
 
     def tensor(s, h, width):
         strides = tuple(cute.sym_int64(divisibility=8) for _ in range(3))
@@ -485,6 +500,6 @@ def compile_bwd(problem: Problem, config: BwdConfig, options: str = ""):
     return cute.compile(
         kernel, q, k, v, o, do, of_rows(), of_rows(), dq, dk, dvalue,
         scratch(b, hq, blocks, config.block_words(problem)), scratch(b, hq, blocks, block),
-        Int32(1), Float32(1.0), Float32(1.0), stream,
+        scratch(words), Int32(1), Int32(1), Int32(1), Float32(1.0), Float32(1.0), stream,
         options=f"--enable-tvm-ffi {options}",
     )  # fmt: skip

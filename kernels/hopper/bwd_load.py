@@ -77,10 +77,10 @@ def _block(cfg, x: Inputs, smem: Smem, pipes, tile: Tile, head: Int32, m: Int32,
 @cute.jit
 def _queries(cfg, x: Inputs, smem: Smem, pipes, shape: Shape, tile: Tile, at, done: Int32):
     """All of a tile's blocks but the first, where that is done."""
-    head, m = bwd_walk.first(cfg, shape, tile)
+    head, m = tile.head, tile.m
     if done > 0:
         head, m = bwd_walk.following(cfg, shape, tile, head, m)
-    for _ in cutlass.range(done, bwd_walk.blocks_of(shape, tile), unroll=1):
+    for _ in cutlass.range(done, tile.blocks, unroll=1):
         _block(cfg, x, smem, pipes, tile, head, m, at)
         at.advance()
         head, m = bwd_walk.following(cfg, shape, tile, head, m)
@@ -110,6 +110,11 @@ def load(cfg, causal: cutlass.Constexpr[bool], x: Inputs, smem: Smem, pipes, sha
         first = Int32(0)
         cute.arch.griddepcontrol_wait()  # the counter's zero
         index = bwd_tickets.draw(cfg, x.statistics)
+    if const_expr(cfg.shares):
+        if shape.whole < first:  # as in the deterministic kernel
+            first = Int32(0)
+            cute.arch.griddepcontrol_wait()
+            index = bwd_tickets.draw(cfg, x.statistics)
     tile = bwd_tickets.tile_at(cfg, causal, shape, index)
     bwd_tickets.publish(smem, pipes.tickets, tile, of_tile)
     _keys(cfg, x, smem, pipes, tile, of_tile)
@@ -123,7 +128,7 @@ def load(cfg, causal: cutlass.Constexpr[bool], x: Inputs, smem: Smem, pipes, sha
         of_tile.advance()
         bwd_tickets.publish(smem, pipes.tickets, tile, of_tile)
         if tile.n_block >= 0:
-            head, m = bwd_walk.first(cfg, shape, tile)
+            head, m = tile.head, tile.m
             _block(cfg, x, smem, pipes, tile, head, m, at)
             at.advance()
             _following_keys(cfg, x, smem, pipes, tile, of_tile)

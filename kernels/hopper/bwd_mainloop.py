@@ -18,11 +18,11 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, const_expr, pipeline
+from cutlass import BFloat16, Boolean, Float32, Int32, const_expr, pipeline
 from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 
 from cute_attn.kernels.common.layout import acc_as_operand_a, acc_as_rows
-from cute_attn.kernels.hopper import bwd_rows, bwd_tickets, bwd_turns, bwd_walk
+from cute_attn.kernels.hopper import bwd_parts, bwd_rows, bwd_tickets, bwd_turns, bwd_walk
 from cute_attn.kernels.hopper.bwd_operands import Inputs, Mmas, Shape, Smem, Tile
 from cute_attn.kernels.hopper.gemm import STEP, gemm, issue
 from cute_attn.kernels.hopper.operands import TmaOperand
@@ -129,7 +129,7 @@ def announce(cfg, smem: Smem, pipes, shape: Shape):
     at = pipeline.make_pipeline_state(consumer, 1)
     tile = bwd_tickets.receive(smem, pipes.tickets, at)
     while tile.n_block >= 0:
-        for _ in cutlass.range(bwd_walk.blocks_of(shape, tile), unroll=1):
+        for _ in cutlass.range(tile.blocks, unroll=1):
             for wg in cutlass.range_constexpr(cfg.warpgroups):
                 announce_one(pipes, wg, state)
             state.advance()
@@ -357,8 +357,8 @@ class Consumer:
         now, written = rings
         f.acc_dK.fill(0.0)
         f.acc_dV.fill(0.0)
-        head, m = bwd_walk.first(cfg, shape, tile)
-        for i in cutlass.range(bwd_walk.blocks_of(shape, tile), unroll=1):
+        head, m = tile.head, tile.m
+        for i in cutlass.range(tile.blocks, unroll=1):
             acc_dQ = self.gradients(now, written, tile, m)
             warpgroup.wait_group(1)  # all but dK
             self.pipes.do.consumer_release(now)
@@ -427,11 +427,20 @@ class Consumer:
             cute.copy(op.atom, s[None, self.piece(first + i)], g[None, keys, i])
 
     @cute.jit
-    def finish(self, tile: Tile, scale: Float32):
+    def finish(self, tile: Tile, scale: Float32, share: Int32):
         """dK and dV leave where dS was: K and V of the next tile are on their way."""
+        cfg = self.cfg
+        cute.arch.barrier(barrier_id=KEYS_BARRIER, number_of_threads=128 * cfg.warpgroups)
+        whole = Boolean(True)
+        if const_expr(cfg.shares):
+            whole = bwd_parts.join(self, share)
+        if whole:
+            self.put_out(tile, scale)
+
+    @cute.jit
+    def put_out(self, tile: Tile, scale: Float32):
         cfg, f = self.cfg, self.f
         of_dk = cfg.width // 64  # pieces
-        cute.arch.barrier(barrier_id=KEYS_BARRIER, number_of_threads=128 * cfg.warpgroups)
         self.store(f.acc_dK, self.mmas.dk, self.pieces(0, cfg.width), scale)
         self.store(f.acc_dV, self.mmas.dv, self.pieces(of_dk, cfg.width_v), Float32(1.0))
         cute.arch.fence_view_async_shared()

@@ -26,6 +26,7 @@ class Inputs(NamedTuple):
     ds: cute.ComposedLayout  # shared memory, (64 keys, tile_m, shared_tiles)
     statistics: cute.Tensor  # (block_words, block, head, batch)
     dq: cute.Tensor  # (tile_m * head_dim, block, head, batch) fp32, in accumulators' order
+    shares: cute.Tensor  # fp32, of tiles that CTAs share (bwd_parts.py)
 
 
 class Smem(NamedTuple):
@@ -36,7 +37,7 @@ class Smem(NamedTuple):
     ds: cute.Tensor  # (64, tile_m, shared_tiles): ds_tiles a slot, then P, if passed on
     statistics: cute.Tensor  # (tile_m, STEP, stages) bf16, an operand, or (tile_m, 2, stages) fp32
     ones: cute.Tensor  # (64, STEP, 2) bf16, the other operand
-    tickets: cute.Tensor  # (4,) a tile's coordinates, from the loader to everybody else
+    tickets: cute.Tensor  # (8,) a tile's coordinates, from the loader to everybody else
     out: cute.Tensor  # (64, 64, pieces) of dK and dV, in dS's memory
 
 
@@ -51,12 +52,19 @@ class Shape(NamedTuple):
     heads_kv: Int32
     heads: Int32  # heads_kv * batch
     together: Int32  # of them, those whose tiles are taken in one go
+    sms: Int32
+    whole: Int32  # tiles of a CTA each, before those that several share,
+    parts: Int32  # which so many do
 
 
 class Tile(NamedTuple):
-    """Coordinates of one CTA's work: a block of keys of one KV head."""
+    """Coordinates of one CTA's work: a block of keys of one KV head, and the blocks of queries that
+    see some of them, or a part of these."""
 
     n_block: Int32  # -1: no tile, the work is done
     kv_head: Int32
     batch: Int32
-    m_begin: Int32  # first block of queries that sees a key of the block
+    head: Int32  # of queries, and
+    m: Int32  # block of queries, the first that is visited
+    blocks: Int32  # that are visited (bwd_walk.py)
+    share: Int32 | None = None  # number among the parts of all tiles that CTAs share, or negative

@@ -10,6 +10,7 @@ from cutlass import BFloat16, Float32, Int32, const_expr
 from cute_attn.config import TURN_WORDS
 from cute_attn.kernels.common import vectors
 from cute_attn.kernels.common.bits import fma, magnitude
+from cute_attn.kernels.hopper import bwd_parts
 from cute_attn.kernels.hopper.fwd import LOG2_E
 
 PARTS = 3  # bf16 numbers that hold the 24 bits of a fp32 one
@@ -48,11 +49,11 @@ class Rows(NamedTuple):
 
 
 @cute.kernel
-def row_statistics(cfg: cutlass.Constexpr, o, do, lse, dlse, words, dq, scale_log2):
+def row_statistics(cfg: cutlass.Constexpr, o, do, lse, dlse, words, dq, shares, scale_log2, sms):
     """For tile_m rows of one head, what is added to S, or to S in bits: -LSE, so far off that P is
     0 where the row sees no key or does not exist; and to dP: -delta = dLSE - rowsum(dO * O)
     (FlashAttention-2, algorithm 2, line 4). dQ's accumulator = 0, and so are the counters of
-    bwd_turns.py and bwd_tickets.py.
+    bwd_turns.py, bwd_tickets.py and bwd_parts.py.
 
     o, do (seqlen_q, head_dim_v, head, batch); lse, dlse (seqlen_q, head, batch)."""
     cute.arch.griddepcontrol_launch_dependents()
@@ -68,6 +69,8 @@ def row_statistics(cfg: cutlass.Constexpr, o, do, lse, dlse, words, dq, scale_lo
         no_turns(cfg, x.words[None, block])
     if const_expr(cfg.persistent):
         no_tickets(cfg, words)
+    if const_expr(cfg.shares):
+        bwd_parts.no_parts(shares, sms)
     statistics(cfg, x, block * statistics_ctas(cfg) + of_block, zeros, scale_log2)
 
 

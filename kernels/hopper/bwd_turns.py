@@ -39,7 +39,7 @@ THREADS = 32 + 128  # the warp that counts, and the warpgroup that adds
 
 @cute.jit
 def last_block(cfg, causal: cutlass.Constexpr[bool], shape: Shape, m: Int32):
-    """Last block of keys whose CTA visits block m of queries. It visits all from tile.m_begin on,
+    """Last block of keys whose CTA visits block m of queries. It visits all from tile.m on,
     which does not fall from one block of keys to the next: those before it visit m too."""
     last = shape.n_blocks - 1
     if const_expr(causal):
@@ -65,7 +65,7 @@ def keep_order(
 @cute.jit
 def keep_order_of(cfg, causal: cutlass.Constexpr[bool], x, shape: Shape, tile: Tile, wg: Int32):
     """Of one tile."""
-    for m in cutlass.range(tile.m_begin, shape.m_blocks, unroll=1):
+    for m in cutlass.range(tile.m, shape.m_blocks, unroll=1):
         turn = last_block(cfg, causal, shape, m) - tile.n_block
         for g in cutlass.range(shape.q_per_kv, unroll=1):
             words = x.statistics[None, None, tile.kv_head * shape.q_per_kv + g, tile.batch]

@@ -17,11 +17,6 @@ from cutlass import Int32, const_expr
 from cute_attn.kernels.hopper.bwd_operands import Shape, Tile
 
 
-def blocks_of(shape: Shape, tile: Tile) -> Int32:
-    """Blocks of queries of all heads, one at least."""
-    return shape.q_per_kv * (shape.m_blocks - tile.m_begin)
-
-
 @cute.jit
 def step(cfg, shape: Shape) -> Int32:
     """From a block to the next one."""
@@ -32,10 +27,15 @@ def step(cfg, shape: Shape) -> Int32:
 
 
 @cute.jit
-def first(cfg, shape: Shape, tile: Tile):
-    """(head, block)."""
-    m = tile.m_begin if step(cfg, shape) > 0 else shape.m_blocks - 1
-    return tile.kv_head * shape.q_per_kv, m
+def walk(cfg, shape: Shape, kv_head: Int32, begin: Int32, part: Int32, parts: Int32):
+    """(head, block, blocks): where a part begins to visit all heads' blocks from `begin` on, and
+    how many it visits."""
+    n = shape.q_per_kv
+    blocks = n * (shape.m_blocks - begin)  # one at least
+    first = blocks * part // parts
+    m = begin if step(cfg, shape) > 0 else shape.m_blocks - 1
+    m = m + first // n * step(cfg, shape)
+    return kv_head * n + first % n, m, blocks * (part + 1) // parts - first
 
 
 @cute.jit

@@ -75,7 +75,7 @@ def announce(cfg, pipes, shape: Shape, tile: Tile):
     """As bwd_mainloop.announce, of one tile and one warpgroup. That is not two blocks ahead here
     either: its dS takes P, which the other writes after it has seen dS of the block before."""
     state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, cfg.ds_slots)
-    for _ in cutlass.range(bwd_walk.blocks_of(shape, tile), unroll=1):
+    for _ in cutlass.range(tile.blocks, unroll=1):
         bwd_mainloop.announce_one(pipes, OF_DS, state)
         state.advance()
 
@@ -137,12 +137,12 @@ class Consumer(bwd_mainloop.Consumer):
         ahead = now.clone()
         ahead.advance()
         self.clear()
-        head, m = bwd_walk.first(cfg, shape, tile)
+        head, m = tile.head, tile.m
         acc = self.scores()
         operand = cute.make_rmem_tensor_like(acc, self.smem.q.element_type)  # P or dS
         self.issue_scores(acc, now)
         self.weigh(acc, operand, self.slot_before(now), now, tile, m)
-        blocks = bwd_walk.blocks_of(shape, tile)
+        blocks = tile.blocks
         for i in cutlass.range(blocks - 1, unroll=1):
             acc_dQ = self.dq_of(self.slot_before(now))
             self.issue_gradient(operand, now)
