@@ -229,12 +229,10 @@ def scratch_shapes(problem: Problem, config: BwdConfig) -> tuple[tuple[int, ...]
 def shares_shape(problem: Problem, config: BwdConfig, sms: int) -> tuple[int]:
     """Of what CTAs that share a tile pass on, fp32: counters, dK and dV of all parts but one."""
     whole, parts = tuning_bwd.shared(problem, config, sms)
-    if parts == 1:
-        return (sms * SHARE_WORDS,)
     keys = 64 * config.warpgroups
     tiles = problem.batch * problem.heads_kv * -(-problem.seqlen_k // keys) - whole
     columns = config.width(problem) + config.width_v(problem)
-    return (sms * SHARE_WORDS + tiles * (parts - 1) * keys * columns,)
+    return (tiles * (SHARE_WORDS + (parts - 1) * keys * columns) if parts > 1 else SHARE_WORDS,)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ PART_KEYS = 512  # keys of a part, on average at least
 MAX_PARTS = 32  # one lane each in the kernel that merges them
 PROMOTED = 128  # columns of V whose sums have registers twice, for Fp8Config.promote
 TURN_WORDS = 64  # a cache line for each consumer warpgroup
-SHARE_WORDS = 4  # for each multiprocessor, to count the parts of a tile that CTAs share
+SHARE_WORDS = 4  # to count the parts of a tile that CTAs share
 TICKET_WORDS = 32  # a cache line, so that the next block's statistics begin with one
 SCHEDULES = ("grid", "static", "dynamic")  # one tile per CTA; round-robin; tickets
 

@@ -179,8 +179,8 @@ class BackwardSm90:
         head_dim_v), mK, mdK, mV, mdV likewise with seqlen_k and heads_kv; mLSE, mdLSE (batch,
         heads_q, seqlen_q). stats (batch, heads_q, blocks, block_words) and partial_dq (batch,
         heads_q, blocks, tile_m * width) are fp32 scratch. So is shares, for tiles from number
-        `whole` on, each of which `parts` CTAs share (bwd_parts.py): SHARE_WORDS for each of sms,
-        then dK and dV of parts. sms: multiprocessors, and so many CTAs where they are persistent.
+        `whole` on, each of which `parts` CTAs share (bwd_parts.py): SHARE_WORDS for each, then dK
+        and dV of parts. sms: multiprocessors, and so many CTAs where they are persistent.
         score_scale is softmax_scale, or some tiny scale where that is 0."""
         cfg = self.cfg
         mQ, mK, mV, mO, mdO, mdQ, mdK, mdV = [
@@ -193,7 +193,7 @@ class BackwardSm90:
         blocks = shape.m_blocks * mQ.shape[2] * mQ.shape[3]
         scale_log2 = score_scale * LOG2_E
         rows = mO, mdO, mLSE, mdLSE, stats, dq, shares
-        bwd_rows.row_statistics(cfg, *rows, scale_log2, sms).launch(
+        bwd_rows.row_statistics(cfg, *rows, scale_log2, shape.shared).launch(
             grid=(blocks * bwd_rows.statistics_ctas(cfg), 1, 1),
             block=(bwd_rows.THREADS, 1, 1),
             stream=stream,
@@ -208,7 +208,7 @@ class BackwardSm90:
         )
         tiles = shape.n_blocks * shape.heads
         if const_expr(cfg.shares):
-            tiles = whole + (tiles - whole) * parts
+            tiles = whole + shape.shared * parts
         grid = cutlass.min(tiles, sms) if const_expr(cfg.persistent) else tiles
         self.kernel(x, mmas, shape, softmax_scale, scale_log2).launch(
             grid=(grid, 1, 1),
@@ -245,7 +245,8 @@ class BackwardSm90:
             # Where several heads' Q, dO and dQ are more than the cache, CTAs share the last tiles.
             together = even if few & (parts == 1) else together
         extents = mQ.shape[0], mK.shape[0], q_per_kv, m_blocks, n_blocks
-        return Shape(*extents, mK.shape[2], heads, together, sms, whole, parts)
+        tiles = n_blocks * heads
+        return Shape(*extents, mK.shape[2], heads, together, whole, tiles - whole, parts)
 
     def mmas(self) -> Mmas:
         cfg, dtype = self.cfg, self.dtype

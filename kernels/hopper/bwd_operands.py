@@ -52,8 +52,8 @@ class Shape(NamedTuple):
     heads_kv: Int32
     heads: Int32  # heads_kv * batch
     together: Int32  # of them, those whose tiles are taken in one go
-    sms: Int32
-    whole: Int32  # tiles of a CTA each, before those that several share,
+    whole: Int32  # tiles of a CTA each, before
+    shared: Int32  # tiles that several share,
     parts: Int32  # which so many do
 
 

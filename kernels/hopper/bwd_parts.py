@@ -22,11 +22,11 @@ VECTOR = 2  # four would cost a register too many
 
 
 @cute.jit
-def no_parts(shares: cute.Tensor, sms: Int32):
-    """Nobody has counted himself yet. By the first CTA of row_statistics."""
+def no_parts(shares: cute.Tensor, tiles: Int32):
+    """Of so many tiles nobody has counted himself yet. By the first CTA of row_statistics."""
     if cute.arch.block_idx()[0] == 0:
         step = cute.arch.block_dim()[0]
-        for i in cutlass.range(cute.arch.thread_idx()[0], sms * SHARE_WORDS, step, unroll=1):
+        for i in cutlass.range(cute.arch.thread_idx()[0], tiles * SHARE_WORDS, step, unroll=1):
             shares[i] = Float32(0.0)
 
 
@@ -42,8 +42,8 @@ def vector_of(c, slot: Int32, i: int) -> cute.Tensor:
     warpgroup's threads after one another."""
     vectors = (cute.size(c.f.acc_dK) + cute.size(c.f.acc_dV)) // VECTOR
     at = ((slot * c.cfg.warpgroups + c.f.wg) * vectors + i) * THREADS + c.f.tidx
-    first = c.x.shares.iterator + (c.shape.sms * SHARE_WORDS + VECTOR * at)
-    first = cute.make_ptr(Float32, first.toint(), cute.AddressSpace.gmem, assumed_align=16)
+    first = c.x.shares.iterator + (c.shape.shared * SHARE_WORDS + VECTOR * at)
+    first = cute.make_ptr(Float32, first.toint(), cute.AddressSpace.gmem, assumed_align=4 * VECTOR)
     return cute.make_tensor(first, cute.make_layout(VECTOR))
 
 

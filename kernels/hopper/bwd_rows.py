@@ -49,7 +49,7 @@ class Rows(NamedTuple):
 
 
 @cute.kernel
-def row_statistics(cfg: cutlass.Constexpr, o, do, lse, dlse, words, dq, shares, scale_log2, sms):
+def row_statistics(cfg: cutlass.Constexpr, o, do, lse, dlse, words, dq, shares, scale_log2, shared):
     """For tile_m rows of one head, what is added to S, or to S in bits: -LSE, so far off that P is
     0 where the row sees no key or does not exist; and to dP: -delta = dLSE - rowsum(dO * O)
     (FlashAttention-2, algorithm 2, line 4). dQ's accumulator = 0, and so are the counters of
@@ -70,7 +70,7 @@ def row_statistics(cfg: cutlass.Constexpr, o, do, lse, dlse, words, dq, shares, 
     if const_expr(cfg.persistent):
         no_tickets(cfg, words)
     if const_expr(cfg.shares):
-        bwd_parts.no_parts(shares, sms)
+        bwd_parts.no_parts(shares, shared)
     statistics(cfg, x, block * statistics_ctas(cfg) + of_block, zeros, scale_log2)
 
 
