@@ -188,6 +188,7 @@ TABLES = {  # name -> the pass, and the table of its records
     "extra": ("fwd", lambda found: full(found, "extra", "normal")),
     "tuning": ("fwd", lambda found: full(found, "tuning", "normal")),
     "host": ("fwd", host),
+    "sm80_main": ("fwd_sm80", lambda found: full(found, "main18", "normal")),
     "bwd_compact": ("bwd", compact),
     "bwd_main": ("bwd", lambda found: full(found, "main18", "normal")),
     "bwd_gqa": ("bwd", lambda found: full(found, "gqa", "normal")),

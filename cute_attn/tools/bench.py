@@ -189,7 +189,8 @@ def run_cell(
         if not args.host:
             record["tflops"] = passes.WORK[which] * case.flops() / record["p50_ms"] * 1e-9
     records.rate_against_peers(found, f"p50_{unit}")
-    shape = {"pass": which, "case": case.name, "problem": asdict(case), "data": data}
+    arch = {"arch": args.arch} if args.arch else {}
+    shape = {"pass": which, **arch, "case": case.name, "problem": asdict(case), "data": data}
     if data == "ramp":
         shape["slope"] = args.slope
     return [shape | record for record in found]

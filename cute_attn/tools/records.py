@@ -73,9 +73,9 @@ def source_digest(which: str = "fwd") -> str:
 
 
 def pass_of(record: Record) -> str:
-    """What a record timed, by the names of passes.py; records older than the backward do not say
-    that it was the forward."""
-    return str(record.get("pass", "fwd"))
+    """What a record timed, by the names of passes.py, '_sm80' behind it where ours were Ampere's
+    kernels; records older than the backward do not say that it was the forward."""
+    return str(record.get("pass", "fwd")) + "_sm80" * (record.get("arch") == "sm80")
 
 
 def command_line(words: Iterable[str]) -> str:

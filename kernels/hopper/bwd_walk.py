@@ -3,10 +3,8 @@ next block. Loader, consumers and the warps that follow the turns walk alike.
 
 Where heads share K and V, from the last block to the first: the tiles of a KV head all visit that
 one, so CTAs that begin together stay together and find in the L2 cache what the others read and
-add to. From the first block on, head after head, tiles of 8 query heads, 8k and a causal mask are
-soon a head or two apart, and Q, dO and dQ of 8 KV heads are ten times the cache: a model of it
-(least recently used, 48 MB, 132 multiprocessors) misses 64 %, 3.6 TB/s at 600 TFLOP/s, and 24 %,
-1.3 TB/s, in this order and with four KV heads at a time.
+add to. From the first block on, head after head, tiles of 8 query heads and a causal mask are soon
+a head or two apart.
 
 In the deterministic kernel from the first block on: bwd_turns.py says why.
 """
