@@ -51,6 +51,9 @@ class Arithmetic:
             rows[i, 2] = first_full_block(self.cfg, self.problem, Int32(i), shape)
 
 
+ALL = 2**30  # tiles, none of which is shared
+
+
 class BackwardArithmetic:
     def __init__(self, problem, config):
         self.kernel = bwd.kernel_of(problem, config)
@@ -58,16 +61,17 @@ class BackwardArithmetic:
 
     @cute.jit
     def __call__(self, mQ: cute.Tensor, mK: cute.Tensor, tiles: cute.Tensor, last: cute.Tensor):
-        """tiles (n, 4): n_block, kv_head, batch and m_begin of index 0 .. n - 1. last (1, blocks of
-        queries): last_block of each. On 8 multiprocessors."""
+        """tiles (n, 4): n_block, kv_head, batch and the first block of queries that sees a key, of
+        index 0 .. n - 1. last (1, blocks of queries): last_block of each. On 8 multiprocessors."""
         mQ, mK = [
             cute.make_tensor(t.iterator, cute.select(t.layout, mode=[1, 3, 2, 0])) for t in (mQ, mK)
         ]
-        shape = self.kernel.shape(mQ, mK, last.shape[1], Int32(8))
+        shape = self.kernel.shape(mQ, mK, last.shape[1], Int32(8), Int32(ALL), Int32(1))
         for i in cutlass.range(tiles.shape[0]):
             tile = bwd_tickets.tile_at(self.cfg, self.problem.causal, shape, Int32(i))
-            for j in cutlass.range_constexpr(4):
-                tiles[i, j] = tile[j]
+            begin = shape.m_blocks - tile.blocks // shape.q_per_kv
+            for j, x in enumerate((*tile[:3], begin)):
+                tiles[i, j] = x
         for m in cutlass.range(last.shape[1]):
             last[0, m] = last_block(self.cfg, self.problem.causal, shape, Int32(m))
 
@@ -85,19 +89,21 @@ class Walk:
         tiles: cute.Tensor,
         visits: cute.Tensor,
         index: Int32,
+        whole: Int32,
+        parts: Int32,
     ):
-        """tiles (1, 4): the one of this index. visits (blocks, 4): head and block, and those
-        before."""
+        """tiles (1, 4): n_block, kv_head, batch and share of the one of this index. visits (blocks,
+        4): head and block, and those before. Tiles from `whole` on are cut into parts."""
         mQ, mK = [
             cute.make_tensor(t.iterator, cute.select(t.layout, mode=[1, 3, 2, 0])) for t in (mQ, mK)
         ]
         m_blocks = cute.ceil_div(mQ.shape[0], self.cfg.tile_m)
-        shape = self.kernel.shape(mQ, mK, m_blocks, Int32(8))
+        shape = self.kernel.shape(mQ, mK, m_blocks, Int32(8), whole, parts)
         tile = bwd_tickets.tile_at(self.cfg, self.problem.causal, shape, index)
-        for j in cutlass.range_constexpr(4):
-            tiles[0, j] = tile[j]
-        head, m = bwd_walk.first(self.cfg, shape, tile)
-        for i in cutlass.range(bwd_walk.blocks_of(shape, tile)):
+        for j, x in enumerate((*tile[:3], tile.share)):
+            tiles[0, j] = x
+        head, m = tile.head, tile.m
+        for i in cutlass.range(tile.blocks):
             before = bwd_walk.before(self.cfg, shape, tile, head, m)
             for j, x in enumerate((head, m, *before)):
                 visits[i, j] = x
@@ -172,9 +178,10 @@ def compile_backward_arithmetic(problem, config):
 
 
 def compile_walk(problem, config):
-    """A function of torch CPU tensors (q, k, tiles, visits), and an index."""
+    """A function of torch CPU tensors (q, k, tiles, visits), an index, and whole and parts."""
     io = [tensor(t, rank) for t, rank in ((BFloat16, 4), (BFloat16, 4), (Int32, 2), (Int32, 2))]
-    return cute.compile(Walk(problem, config), *io, Int32(0), options="--enable-tvm-ffi")
+    numbers = (Int32(0),) * 3
+    return cute.compile(Walk(problem, config), *io, *numbers, options="--enable-tvm-ffi")
 
 
 def compile_statistics(problem, config):

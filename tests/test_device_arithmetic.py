@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("cutlass.cute")
 
 from host_arithmetic import (  # noqa: E402
+    ALL,
     compile_arithmetic,
     compile_backward_arithmetic,
     compile_scores,
@@ -202,27 +203,43 @@ def test_tiles_are_taken_longest_first():
             assert set(group[:, 1].tolist()) == set(range(i * together, (i + 1) * together))
 
 
+def walk(function, q, k, index, whole=ALL, parts=1):
+    """(n_block, kv_head, share), visits."""
+    tile, room = torch.zeros(1, 4, dtype=torch.int32), 5 * q.shape[2] // k.shape[2]
+    visits = torch.full((room, 4), -7, dtype=torch.int32)
+    function(q, k, tile, visits, index, whole, parts)
+    n, head, _, share = tile[0].tolist()
+    return (n, head, share), visits[visits[:, 0] != -7].tolist()
+
+
 def test_a_tile_visits_its_blocks_once():
     """All heads of a block after one another, and from the last block on where heads share keys,
-    but in the order of the turns; and what was before a block is what it follows."""
+    but in the order of the turns; and what was before a block is what it follows. Where CTAs share
+    a tile, its parts after one another make the same walk."""
     for causal, deterministic in itertools.product((False, True), repeat=2):
         problem, config = Problem("bf16", 128, 128, causal), BwdConfig(deterministic=deterministic)
         function = compile_walk(problem, config)
         for heads, group in ((2, 1), (1, 3), (2, 4)):
             q, k = sized(1, 300, heads * group, 128), sized(1, 200, heads, 128)
             for index in range(2 * heads):
-                visits = torch.full((group * 5, 4), -7, dtype=torch.int32)
-                tile = torch.zeros(1, 4, dtype=torch.int32)
-                function(q, k, tile, visits, index)
-                _, head, _, begin = tile[0].tolist()
+                (n, head, share), got = walk(function, q, k, index)
+                begin = max(128 * n + 100, 0) // 64 if causal else 0
                 blocks = range(begin, 5)
                 if group > 1 and not deterministic:
                     blocks = reversed(blocks)
                 want = [(head * group + g, m) for m in blocks for g in range(group)]
-                got = visits[: len(want)].tolist()
-                assert [(h, m) for h, m, _, _ in got] == want
+                assert [(h, m) for h, m, _, _ in got] == want and share < 0
                 assert [(h, m) for _, _, h, m in got[1:]] == want[:-1]
-                assert (visits[len(want) :] == -7).all()
+                if deterministic or index == 0:
+                    continue
+                parts = min(3, len(want))
+                pieces = []
+                for part in range(parts):
+                    number = (index - 1) * parts + part
+                    coordinates, got = walk(function, q, k, 1 + number, 1, parts)
+                    assert coordinates == (n, head, number) and got
+                    pieces += got
+                assert [(h, m) for h, m, _, _ in pieces] == want
 
 
 FAR = 2.0**120
