@@ -25,10 +25,9 @@ class Plan:
     call: launch.Plan  # of the forward
     config: BwdConfig
     gradients: tuple[Layout, Layout, Layout]
-    scratch: tuple[Layout, Layout]  # of rows, and of dQ's accumulator
+    scratch: tuple[Layout, ...]  # of rows, of dQ's accumulator, and of tiles that CTAs share
     direct: bool  # tensors can be read as they are, if their bases are aligned
     kernel: jit.Kernel | None = None
-    shares: Layout = ((1,), (1,))  # scratch of tiles that CTAs share,
     shared: tuple[int, int] = (0, 1)  # tiles before those, and CTAs that share one
     no_dlse: Tensor | None = None  # a zero of lse's shape
 
@@ -106,33 +105,16 @@ def _launch(
         q, k, v, out, dout = (launch.loadable(t) for t in (q, k, v, out, dout))
     call = plan.call
     dq, dk, dv = (launch._empty(*layout, call.dtype) for layout in plan.gradients)
-    stats, parts = (launch._empty(*layout, torch.float32) for layout in plan.scratch)
-    shares = launch._empty(*plan.shares, torch.float32)
+    scratch = [launch._empty(*layout, torch.float32) for layout in plan.scratch]
     if dlse is None:
         dlse = plan.no_dlse
     if dlse is None:  # not inside a graph, whose memory would not outlive it
         dlse = torch.zeros((), dtype=torch.float32, device=q.device).expand(call.lse_shape)
     score_scale = scale if abs(scale) > TINY_SCALE else TINY_SCALE
-    plan.kernel(  # type: ignore[misc]
-        q,
-        k,
-        v,
-        out,
-        dout,
-        lse,
-        dlse,
-        dq,
-        dk,
-        dv,
-        stats,
-        parts,
-        shares,
-        call.sms,
-        *plan.shared,
-        scale,
-        score_scale,
-    )
-    return dq, dk, dv
+    inputs, gradients = (q, k, v, out, dout, lse, dlse), (dq, dk, dv)
+    numbers = call.sms, *plan.shared, scale, score_scale
+    plan.kernel(*inputs, *gradients, *scratch, *numbers)  # type: ignore[misc]
+    return gradients
 
 
 # Plans
@@ -181,8 +163,10 @@ def _bind(plan: Plan) -> None:
     with torch.cuda.device(call.device):
         kernel = launch.compiled(kernel_problem(call.problem), plan.config, call.arch)
         call.sms = launch.multiprocessors(call.device)
-        plan.shared = tuning_bwd.shared(call.problem, plan.config, call.sms)
-        plan.shares = _contiguous(shares_shape(call.problem, plan.config, call.sms))
+        tiles = tuning_bwd.tiles_of(call.problem, plan.config, call.sms)
+        plan.shared = tiles.whole, tiles.parts
+        shares = _contiguous(shares_shape(call.problem, plan.config, tiles))
+        plan.scratch = (*plan.scratch[:2], shares)
         if index not in _zeros and not launch._capturing():
             zero = torch.zeros((), dtype=torch.float32, device=call.device)
             if call.device.type == "cuda":
@@ -226,13 +210,11 @@ def scratch_shapes(problem: Problem, config: BwdConfig) -> tuple[tuple[int, ...]
     return statistics, accumulator
 
 
-def shares_shape(problem: Problem, config: BwdConfig, sms: int) -> tuple[int]:
+def shares_shape(problem: Problem, config: BwdConfig, tiles: tuning_bwd.Tiles) -> tuple[int]:
     """Of what CTAs that share a tile pass on, fp32: counters, dK and dV of all parts but one."""
-    whole, parts = tuning_bwd.shared(problem, config, sms)
-    keys = 64 * config.warpgroups
-    tiles = problem.batch * problem.heads_kv * -(-problem.seqlen_k // keys) - whole
     columns = config.width(problem) + config.width_v(problem)
-    return (tiles * (SHARE_WORDS + (parts - 1) * keys * columns) if parts > 1 else SHARE_WORDS,)
+    passed_on = (tiles.parts - 1) * config.tile(problem)[1] * columns
+    return (max(tiles.shared, 1) * (SHARE_WORDS + passed_on),)
 
 
 @dataclass(frozen=True)
@@ -299,22 +281,22 @@ def explain(
     launch.refuse_ampere(plan.arch, "the backward")
     problem = kernel_problem(plan.problem)
     chosen = choose_config(problem, config, deterministic)
-    m, n = chosen.tile_m(problem), 64 if chosen.wide(problem) else 64 * chosen.warpgroups
-    tiles = 0 if plan.empty else -(-problem.seqlen_k // n) * problem.heads_kv * problem.batch
     sms = launch.multiprocessors(plan.device) or FILL
     on_device = plan.arch != "cpu" and not plan.empty
-    scratch = *scratch_shapes(problem, chosen), shares_shape(problem, chosen, sms)
-    whole, parts = tuning_bwd.shared(problem, chosen, sms)
-    ctas = 0 if plan.empty else whole + (tiles - whole) * parts
+    found = tuning_bwd.tiles_of(problem, chosen, sms)
+    scratch = *scratch_shapes(problem, chosen), shares_shape(problem, chosen, found)
+    tiles, ctas = found.whole + found.shared, found.whole + found.shared * found.parts
+    if plan.empty:
+        tiles = ctas = 0
     return BwdExplanation(
         problem,
         chosen,
         plan.arch,
         chosen.kernel_name(problem, plan.arch),
-        (m, n),
+        chosen.tile(problem),
         chosen.smem_bytes(problem),
         tiles,
-        parts,
+        found.parts,
         ctas if chosen.wide(problem) else min(ctas, sms),
         4 * sum(map(math.prod, scratch)) if on_device else 0,
         tuple(name for name, t in (("q", q), ("k", k), ("v", v)) if launch.needs_copy(t)),

@@ -23,6 +23,14 @@ SCHEDULES = ("grid", "static", "dynamic")  # one tile per CTA; round-robin; tick
 AnyProblem = TypeVar("AnyProblem", bound=Problem)
 
 
+def _limit_broken(smem: int, most: int, held: int, registers: int) -> str:
+    if smem > most:
+        return f"shared memory {smem} bytes > {most}"
+    if held > registers:
+        return f"accumulators need {held} registers per thread > {registers}"
+    return ""
+
+
 @dataclass(frozen=True)
 class FwdConfig:
     tile_m: int = 128  # query rows per CTA, 64 per consumer warpgroup
@@ -124,13 +132,8 @@ class FwdConfig:
 
     def infeasible(self, problem: Problem) -> str:
         """Why this config cannot serve the problem, naming the limit; '' if it can."""
-        smem = self.smem_bytes(problem)
-        if smem > SMEM_LIMIT:
-            return f"shared memory {smem} bytes > {SMEM_LIMIT}"
-        held, limit = self.accumulator_registers(problem), self.registers[0] - 24
-        if held > limit:
-            return f"accumulators need {held} registers per thread > {limit}"
-        return ""
+        held = self.accumulator_registers(problem)
+        return _limit_broken(self.smem_bytes(problem), SMEM_LIMIT, held, self.registers[0] - 24)
 
 
 @dataclass(frozen=True)
@@ -246,13 +249,8 @@ class AmpereConfig:
 
     def infeasible(self, problem: Problem, target: str = "sm_80") -> str:
         """Why this config cannot serve the problem there, naming the limit; '' if it can."""
-        smem, most = self.smem_bytes(problem), ampere_smem_limit(target)
-        if smem > most:
-            return f"shared memory {smem} bytes > {most}"
-        held, limit = self.accumulator_registers(problem), self.registers[0] - 24
-        if held > limit:
-            return f"accumulators need {held} registers per thread > {limit}"
-        return ""
+        held, most = self.accumulator_registers(problem), ampere_smem_limit(target)
+        return _limit_broken(self.smem_bytes(problem), most, held, self.registers[0] - 24)
 
 
 def ampere_smem_limit(target: str) -> int:
@@ -300,6 +298,10 @@ class BwdConfig:
         """Queries of a block: S and dP take the registers that dK and dV leave."""
         return 128 if self.width(problem) == self.width_v(problem) == 64 else 64
 
+    def tile(self, problem: Problem) -> tuple[int, int]:
+        """Queries and keys of a block."""
+        return self.tile_m(problem), 64 if self.wide(problem) else 64 * self.warpgroups
+
     def statistics(self, problem: Problem) -> int:
         """Words of a block in which LSE and D of its rows lie: two a row, or the 16 bytes that an
         operand takes."""
@@ -325,8 +327,7 @@ class BwdConfig:
         return self.ticket_word(problem) + (0 if self.wide(problem) else TICKET_WORDS)
 
     def smem_bytes(self, problem: Problem, itemsize: int = 2) -> int:
-        rows, wide = self.tile_m(problem), self.wide(problem)
-        keys = 64 if wide else 64 * self.warpgroups
+        (rows, keys), wide = self.tile(problem), self.wide(problem)
         # P in fp32 and dS, or dS alone
         shared = 2 + self.stages if wide else self.slots(problem) * self.warpgroups
         columns = self.width(problem) + self.width_v(problem)

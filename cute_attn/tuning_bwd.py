@@ -6,6 +6,7 @@ Apart from tuning.py, so that a change here does not make records of the forward
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
+from typing import NamedTuple
 
 from cute_attn.config import BwdConfig
 from cute_attn.problem import Problem
@@ -24,6 +25,15 @@ MAX_PARTS, FEWEST = 8, 4  # parts of a tile, and blocks of a part
 MAX_SHARES = 256, 384  # parts in scratch memory: 32 MiB for head dims above 64, or 48 if causal
 MANY_HEADS, FEW_ROUNDS = 4, 8  # query heads of a KV head, tiles of a multiprocessor: causal masks
 
+
+class Tiles(NamedTuple):
+    """Blocks of keys of a KV head, in the order in which CTAs take them."""
+
+    whole: int  # of a CTA each
+    shared: int  # the others
+    parts: int  # CTAs that share one of those
+
+
 STAGES, SLOTS = (2, 3), (3, 4)  # what a sweep tries
 
 
@@ -35,17 +45,17 @@ def pick(problem: Problem) -> BwdConfig:
     raise AssertionError(f"no row serves {problem}")
 
 
-def shared(problem: Problem, config: BwdConfig, sms: int) -> tuple[int, int]:
-    """(whole, parts): so many tiles are a CTA's each, every other one is shared by so many CTAs."""
-    n_blocks = -(-problem.seqlen_k // (64 * config.warpgroups))
+def tiles_of(problem: Problem, config: BwdConfig, sms: int) -> Tiles:
+    """On so many multiprocessors."""
+    n_blocks = -(-problem.seqlen_k // config.tile(problem)[1])
     tiles = problem.batch * problem.heads_kv * n_blocks
     if not config.shares(problem):
-        return tiles, 1
+        return Tiles(tiles, 0, 1)
     if problem.causal:
         rest, parts = _of_last_heads(problem, config, n_blocks, tiles, sms)
     else:
         rest, parts = _of_last_round(problem, config, tiles, sms)
-    return (tiles - rest, parts) if parts > 1 else (tiles, 1)
+    return Tiles(tiles - rest, rest, parts) if parts > 1 else Tiles(tiles, 0, 1)
 
 
 def _of_last_round(problem: Problem, config: BwdConfig, tiles: int, sms: int) -> tuple[int, int]:

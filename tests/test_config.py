@@ -153,7 +153,11 @@ def test_tiles_that_ctas_share():
     def shared(d=128, causal=False, config=config, **sizes):
         sizes = {"batch": 1, "seqlen_q": 4096, "seqlen_k": 4096, "heads_q": 4} | sizes
         sizes["heads_kv"] = sizes.get("heads_kv", sizes["heads_q"])
-        return tuning_bwd.shared(Problem("bf16", d, d, causal, **sizes), config, 132)
+        problem = Problem("bf16", d, d, causal, **sizes)
+        found = tuning_bwd.tiles_of(problem, config, 132)
+        blocks = -(-problem.seqlen_k // config.tile(problem)[1])
+        assert found.whole + found.shared == blocks * problem.batch * problem.heads_kv
+        return found.whole, found.parts
 
     assert shared(heads_q=66) == (66 * 32, 1)  # 16 rounds
     assert shared(heads_q=64) == (15 * 132, 3)  # and 68 tiles

@@ -12,10 +12,11 @@ from cutlass.cute.nvgpu import warp
 
 from cute_attn.config import AmpereConfig
 from cute_attn.kernels.ampere import load, mainloop
-from cute_attn.kernels.ampere.operands import Inputs, Shape, Tile
+from cute_attn.kernels.ampere.operands import Inputs, Tile
 from cute_attn.kernels.ampere.storage import make_storage
 from cute_attn.kernels.common import schedule
 from cute_attn.kernels.common.layout import grouped
+from cute_attn.kernels.common.schedule import Shape
 from cute_attn.kernels.common.softmax_lazy import make_lazy_softmax
 from cute_attn.problem import Problem
 

@@ -20,11 +20,12 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warp
 
 from cute_attn.kernels.ampere import epilogue, load, ptx
-from cute_attn.kernels.ampere.operands import Inputs, Rows, Shape, Tile
+from cute_attn.kernels.ampere.operands import Inputs, Rows, Tile
 from cute_attn.kernels.ampere.storage import Storage
 from cute_attn.kernels.common import output, rare
 from cute_attn.kernels.common.layout import acc_as_operand_a
 from cute_attn.kernels.common.mask import first_full_block, keys_seen, kv_block_end, mask_scores
+from cute_attn.kernels.common.schedule import Shape
 from cute_attn.kernels.common.softmax_lazy import LazySoftmax
 
 STEP = 16  # of a matrix product's inner dimension, and rows of a warp's m-tile

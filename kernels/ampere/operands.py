@@ -16,19 +16,6 @@ class Inputs(NamedTuple):
     lse: cute.Tensor  # (seqlen_q, head, batch)
 
 
-class Shape(NamedTuple):
-    """Run-time extents of one launch."""
-
-    seqlen_q: Int32
-    seqlen_k: Int32
-    heads_q: Int32
-    q_per_kv: Int32  # query heads that share a KV head
-    m_blocks: Int32
-    head_batches: Int32  # heads_q * batch
-    group: Int32  # heads whose K and V share the L2
-    tail: Int32  # heads of the last group
-
-
 class Tile(NamedTuple):
     """Coordinates of one CTA's work."""
 

@@ -52,7 +52,7 @@ class Layout:
 
     @property
     def shares(self) -> bool:
-        """Whether CTAs may share tiles (tuning_bwd.py says why not all)."""
+        """Whether CTAs may share tiles."""
         return self.cfg.shares(self.problem)
 
     @property

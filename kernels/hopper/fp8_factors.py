@@ -6,7 +6,8 @@ from cutlass import Int32, Int64, const_expr
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T
 
-from cute_attn.kernels.hopper.operands import Scales, Shape, Tile
+from cute_attn.kernels.common.schedule import Shape
+from cute_attn.kernels.hopper.operands import Scales, Tile
 
 LANES = 32
 SECTOR = 8  # words that come together

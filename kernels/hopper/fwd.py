@@ -13,9 +13,10 @@ from cutlass.cute.nvgpu import cpasync
 from cute_attn.config import FwdConfig
 from cute_attn.kernels.common import schedule
 from cute_attn.kernels.common.merge import launch_merge
+from cute_attn.kernels.common.schedule import Shape
 from cute_attn.kernels.common.softmax import make_softmax
 from cute_attn.kernels.hopper import epilogue, gemm, load, mainloop, scheduler, storage
-from cute_attn.kernels.hopper.operands import Dtypes, Inputs, Mmas, Parts, Shape, TmaOperand
+from cute_attn.kernels.hopper.operands import Dtypes, Inputs, Mmas, Parts, TmaOperand
 from cute_attn.problem import Problem
 
 DTYPES = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}

@@ -5,8 +5,9 @@ import cutlass.cute as cute
 from cutlass import const_expr, pipeline
 from cutlass.cute.nvgpu import cpasync
 
+from cute_attn.kernels.common.schedule import Shape
 from cute_attn.kernels.hopper import fp8_factors, scheduler
-from cute_attn.kernels.hopper.operands import Inputs, Shape, Smem, Tile, TmaOperand
+from cute_attn.kernels.hopper.operands import Inputs, Smem, Tile, TmaOperand
 
 
 @cute.jit

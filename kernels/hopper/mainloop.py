@@ -22,10 +22,11 @@ from cutlass.cute.nvgpu import warpgroup
 from cute_attn.kernels.common import output, rare
 from cute_attn.kernels.common.layout import acc_as_operand_a, acc_as_rows, operand_a_like
 from cute_attn.kernels.common.mask import first_full_block, keys_seen, kv_block_end, mask_scores
+from cute_attn.kernels.common.schedule import Shape
 from cute_attn.kernels.common.softmax import KEPT, LOST, OnlineSoftmax
 from cute_attn.kernels.hopper import epilogue, scheduler
 from cute_attn.kernels.hopper.gemm import STEP, gemm
-from cute_attn.kernels.hopper.operands import Inputs, Mmas, Shape, Smem, Tile
+from cute_attn.kernels.hopper.operands import Inputs, Mmas, Smem, Tile
 
 TOKEN_BARRIER = 1  # + warpgroup
 OUTPUT_BARRIER = 4  # + warpgroup

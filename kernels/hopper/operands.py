@@ -80,21 +80,6 @@ class Smem(NamedTuple):
     rows: cute.Tensor | None = None  # (tile_m,) fp32: factors of FP8 queries
 
 
-class Shape(NamedTuple):
-    """Run-time extents of one launch."""
-
-    seqlen_q: Int32
-    seqlen_k: Int32
-    heads_q: Int32
-    q_per_kv: Int32  # query heads that share a KV head
-    m_blocks: Int32
-    head_batches: Int32  # heads_q * batch
-    group: Int32  # heads whose K and V share the L2
-    tail: Int32  # heads of the last group
-    parts: Int32  # of the keys, each worked on by a CTA of its own; 1: all keys in one
-    part_blocks: Int32  # KV blocks of a part
-
-
 class Tile(NamedTuple):
     """Coordinates of one CTA's work."""
 

@@ -5,8 +5,8 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
 from cute_attn.kernels.common.mask import kv_block_end
-from cute_attn.kernels.common.schedule import place
-from cute_attn.kernels.hopper.operands import Shape, Smem, Tile
+from cute_attn.kernels.common.schedule import Shape, place
+from cute_attn.kernels.hopper.operands import Smem, Tile
 
 
 @cute.jit
