@@ -13,9 +13,9 @@ Table = tuple[tuple[int, int, AmpereConfig], ...]
 # 32 rows reads half as much of K and V from shared memory for each product as one with 16; above
 # 128 columns O of 32 rows does not fit its registers. Two CTAs of 4 warps an SM, or one of 8, so
 # that one is in its softmax while another multiplies.
-# In fp16 the H200's builds of the rows with two CTAs and more than 64 columns keep up to ten
-# registers in local memory, read in a tile's beginning and end and once in a masked block: 417
-# TFLOP/s at 4k, head dim 128, where bf16, which keeps none or few, has 430.
+# The H200's builds of the rows with two CTAs and more than 64 columns keep up to 16 registers in
+# local memory, used around the main loop and three times a block at most (test_compile_sm80.py):
+# at 4k, head dim 128, 430 TFLOP/s in bf16 and 417 in fp16, FlashAttention-2 356 and 352.
 ROOMY: Table = (  # 227 KiB a CTA, 228 an SM: an H100 or H200 that is asked for arch="sm80"
     (64, 64, AmpereConfig(128, 64, ctas=2)),
     (96, 96, AmpereConfig(128, 64, ctas=2)),
