@@ -7,11 +7,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, const_expr
 
+from cute_attn.kernels.common import bwd_walk
+from cute_attn.kernels.common.bwd_rows import score, store_statistics
+from cute_attn.kernels.common.bwd_walk import last_block
 from cute_attn.kernels.common.mask import first_full_block, keys_seen, kv_block_end
-from cute_attn.kernels.hopper import bwd, bwd_mainloop, bwd_tickets, bwd_walk
+from cute_attn.kernels.hopper import bwd, bwd_mainloop
 from cute_attn.kernels.hopper.bwd_operands import Smem
-from cute_attn.kernels.hopper.bwd_rows import score, store_statistics
-from cute_attn.kernels.hopper.bwd_turns import last_block
 from cute_attn.kernels.hopper.fwd import ForwardSm90
 from cute_attn.kernels.hopper.operands import Parts
 from cute_attn.kernels.hopper.scheduler import kv_begin, tile_at
@@ -66,12 +67,11 @@ class BackwardArithmetic:
         mQ, mK = [
             cute.make_tensor(t.iterator, cute.select(t.layout, mode=[1, 3, 2, 0])) for t in (mQ, mK)
         ]
-        shape = self.kernel.shape(mQ, mK, last.shape[1], Int32(8), Int32(ALL), Int32(1))
+        shape = bwd_walk.shape_of(self.cfg, mQ, mK, last.shape[1], Int32(8), Int32(ALL), Int32(1))
         for i in cutlass.range(tiles.shape[0]):
-            tile = bwd_tickets.tile_at(self.cfg, self.problem.causal, shape, Int32(i))
-            begin = shape.m_blocks - tile.blocks // shape.q_per_kv
-            for j, x in enumerate((*tile[:3], begin)):
-                tiles[i, j] = x
+            tile = bwd_walk.tile_at(self.cfg, self.problem.causal, shape, Int32(i))
+            for j in cutlass.range_constexpr(4):
+                tiles[i, j] = tile[j]
         for m in cutlass.range(last.shape[1]):
             last[0, m] = last_block(self.cfg, self.problem.causal, shape, Int32(m))
 
@@ -98,8 +98,8 @@ class Walk:
             cute.make_tensor(t.iterator, cute.select(t.layout, mode=[1, 3, 2, 0])) for t in (mQ, mK)
         ]
         m_blocks = cute.ceil_div(mQ.shape[0], self.cfg.tile_m)
-        shape = self.kernel.shape(mQ, mK, m_blocks, Int32(8), whole, parts)
-        tile = bwd_tickets.tile_at(self.cfg, self.problem.causal, shape, index)
+        shape = bwd_walk.shape_of(self.cfg, mQ, mK, m_blocks, Int32(8), whole, parts)
+        tile = bwd_walk.tile_at(self.cfg, self.problem.causal, shape, index)
         for j, x in enumerate((*tile[:3], tile.share)):
             tiles[0, j] = x
         head, m = tile.head, tile.m

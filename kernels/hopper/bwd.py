@@ -21,8 +21,10 @@ from cutlass import BFloat16, Float32, Int32, const_expr, pipeline
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
 from cute_attn.config import BwdConfig
-from cute_attn.kernels.hopper import bwd_load, bwd_mainloop, bwd_rows, bwd_tickets, bwd_turns
-from cute_attn.kernels.hopper.bwd_operands import Inputs, Mmas, Shape, Smem
+from cute_attn.kernels.common import bwd_rows, bwd_walk
+from cute_attn.kernels.common.bwd_walk import Shape
+from cute_attn.kernels.hopper import bwd_load, bwd_mainloop, bwd_tickets, bwd_turns
+from cute_attn.kernels.hopper.bwd_operands import Inputs, Mmas, Smem
 from cute_attn.kernels.hopper.fwd import DTYPES, LOG2_E, LSE, ROWS, reordered
 from cute_attn.kernels.hopper.gemm import STEP
 from cute_attn.kernels.hopper.operands import TmaOperand
@@ -30,8 +32,6 @@ from cute_attn.kernels.hopper.storage import tile_layout
 from cute_attn.problem import Problem
 
 REGISTERS = 240, 24  # consumer, producer
-L2_KB = 32 * 1024  # of the heads whose tiles follow each other
-FEW = 6  # tiles a multiprocessor; below, heads are taken together where tiles differ in length
 
 
 @dataclass(frozen=True)
@@ -125,6 +125,11 @@ class Layout:
         return True
 
     @property
+    def from_scores(self) -> bool:
+        """Whether LSE in bits is that of a score, not folded: see bwd_rows.score."""
+        return False
+
+    @property
     def statistics(self) -> int:
         """Words in which LSE and D of a block's rows lie."""
         return self.cfg.statistics(self.problem)
@@ -132,6 +137,16 @@ class Layout:
     @property
     def ticket_word(self) -> int:
         return self.cfg.ticket_word(self.problem)
+
+    @property
+    def chained(self) -> bool:
+        """Whether kernels begin before the one ahead of them ends."""
+        return True
+
+    @property
+    def dq_vectors(self) -> bool:
+        """Whether a thread's four numbers of dQ lie next to each other, else its warp's do."""
+        return True
 
     @property
     def dq_width(self) -> int:
@@ -189,7 +204,7 @@ class BackwardSm90:
         mLSE, mdLSE = reordered(mLSE, LSE), reordered(mdLSE, LSE)
         stats, dq = [reordered(t, [3, 2, 1, 0]) for t in (stats, partial_dq)]
         mmas = self.mmas()
-        shape = self.shape(mQ, mK, dq.shape[1], sms, whole, parts)
+        shape = bwd_walk.shape_of(cfg, mQ, mK, dq.shape[1], sms, whole, parts)
         blocks = shape.m_blocks * mQ.shape[2] * mQ.shape[3]
         scale_log2 = score_scale * LOG2_E
         rows = mO, mdO, mLSE, mdLSE, stats, dq, shares
@@ -223,30 +238,6 @@ class BackwardSm90:
             stream=stream,
             use_pdl=True,
         )
-
-    @cute.jit
-    def shape(self, mQ, mK, m_blocks, sms: Int32, whole: Int32, parts: Int32) -> Shape:
-        cfg, problem = self.cfg, self.problem
-        heads, q_per_kv = mK.shape[2] * mK.shape[3], mQ.shape[2] // mK.shape[2]
-        n_blocks = cute.ceil_div(mK.shape[0], cfg.tile_n)
-        row = 2 * (problem.head_dim + problem.head_dim_v)  # bytes
-        m_kb = cfg.tile_m * (row + 4 * cfg.width) // 1024
-        n_kb = cfg.tile_n * 2 * row // 1024
-        together = L2_KB // (q_per_kv * m_blocks * m_kb + n_blocks * n_kb)
-        together = cutlass.max(cutlass.min(together, heads), 1)
-        if const_expr(problem.causal):
-            # The last heads' long tiles would begin when others end: 8 KV heads of 8 query heads,
-            # 8k, scheduled on 132 multiprocessors as a list, take 1.24 of the time without gaps one
-            # head at a time and 1.01 four or eight together. Two tiles a multiprocessor or nearly
-            # so even each other out. The L2 cache matters less in a group's order (bwd_walk.py).
-            rounds = cutlass.max(heads * n_blocks // (2 * sms - sms // 16), 1)
-            even = cutlass.max(together, cute.ceil_div(heads, rounds))
-            few = (q_per_kv > 1) | (heads * n_blocks < FEW * sms)
-            # Where several heads' Q, dO and dQ are more than the cache, CTAs share the last tiles.
-            together = even if few & (parts == 1) else together
-        extents = mQ.shape[0], mK.shape[0], q_per_kv, m_blocks, n_blocks
-        tiles = n_blocks * heads
-        return Shape(*extents, mK.shape[2], heads, together, whole, tiles - whole, parts)
 
     def mmas(self) -> Mmas:
         cfg, dtype = self.cfg, self.dtype

@@ -6,8 +6,10 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr, pipeline
 from cutlass.cute.nvgpu import cpasync
 
-from cute_attn.kernels.hopper import bwd_tickets, bwd_walk
-from cute_attn.kernels.hopper.bwd_operands import Inputs, Shape, Smem, Tile
+from cute_attn.kernels.common import bwd_walk
+from cute_attn.kernels.common.bwd_walk import Shape, Tile
+from cute_attn.kernels.hopper import bwd_tickets
+from cute_attn.kernels.hopper.bwd_operands import Inputs, Smem
 from cute_attn.kernels.hopper.operands import TmaOperand
 
 
@@ -109,13 +111,13 @@ def load(cfg, causal: cutlass.Constexpr[bool], x: Inputs, smem: Smem, pipes, sha
     if const_expr(cfg.deterministic):
         first = Int32(0)
         cute.arch.griddepcontrol_wait()  # the counter's zero
-        index = bwd_tickets.draw(cfg, x.statistics)
+        index = bwd_walk.draw(cfg, x.statistics)
     if const_expr(cfg.shares):
         if shape.whole < first:  # as in the deterministic kernel
             first = Int32(0)
             cute.arch.griddepcontrol_wait()
-            index = bwd_tickets.draw(cfg, x.statistics)
-    tile = bwd_tickets.tile_at(cfg, causal, shape, index)
+            index = bwd_walk.draw(cfg, x.statistics)
+    tile = bwd_walk.tile_at(cfg, causal, shape, index)
     bwd_tickets.publish(smem, pipes.tickets, tile, of_tile)
     _keys(cfg, x, smem, pipes, tile, of_tile)
     if const_expr(not cfg.deterministic):
@@ -123,8 +125,8 @@ def load(cfg, causal: cutlass.Constexpr[bool], x: Inputs, smem: Smem, pipes, sha
     done = Int32(0)
     while tile.n_block >= 0:
         at = _queries(cfg, x, smem, pipes, shape, tile, at, done)
-        index = first + bwd_tickets.draw(cfg, x.statistics)
-        tile = bwd_tickets.tile_at(cfg, causal, shape, index)
+        index = first + bwd_walk.draw(cfg, x.statistics)
+        tile = bwd_walk.tile_at(cfg, causal, shape, index)
         of_tile.advance()
         bwd_tickets.publish(smem, pipes.tickets, tile, of_tile)
         if tile.n_block >= 0:

@@ -21,9 +21,11 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float32, Int32, const_expr, pipeline
 from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 
+from cute_attn.kernels.common import bwd_rows, bwd_walk
+from cute_attn.kernels.common.bwd_walk import Shape, Tile
 from cute_attn.kernels.common.layout import acc_as_operand_a, acc_as_rows
-from cute_attn.kernels.hopper import bwd_parts, bwd_rows, bwd_tickets, bwd_turns, bwd_walk
-from cute_attn.kernels.hopper.bwd_operands import Inputs, Mmas, Shape, Smem, Tile
+from cute_attn.kernels.hopper import bwd_parts, bwd_tickets, bwd_turns
+from cute_attn.kernels.hopper.bwd_operands import Inputs, Mmas, Smem
 from cute_attn.kernels.hopper.gemm import STEP, gemm, issue
 from cute_attn.kernels.hopper.operands import TmaOperand
 

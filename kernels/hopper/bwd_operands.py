@@ -3,7 +3,6 @@
 from typing import NamedTuple
 
 import cutlass.cute as cute
-from cutlass import Int32
 
 from cute_attn.kernels.hopper.operands import TmaOperand
 
@@ -39,32 +38,3 @@ class Smem(NamedTuple):
     ones: cute.Tensor  # (64, STEP, 2) bf16, the other operand
     tickets: cute.Tensor  # (8,) a tile's coordinates, from the loader to everybody else
     out: cute.Tensor  # (64, 64, pieces) of dK and dV, in dS's memory
-
-
-class Shape(NamedTuple):
-    """Run-time extents of one launch."""
-
-    seqlen_q: Int32
-    seqlen_k: Int32
-    q_per_kv: Int32  # query heads that share a KV head
-    m_blocks: Int32
-    n_blocks: Int32
-    heads_kv: Int32
-    heads: Int32  # heads_kv * batch
-    together: Int32  # of them, those whose tiles are taken in one go
-    whole: Int32  # tiles of a CTA each, before
-    shared: Int32  # tiles that several share,
-    parts: Int32  # which so many do
-
-
-class Tile(NamedTuple):
-    """Coordinates of one CTA's work: a block of keys of one KV head, and the blocks of queries that
-    see some of them, or a part of these."""
-
-    n_block: Int32  # -1: no tile, the work is done
-    kv_head: Int32
-    batch: Int32
-    head: Int32  # of queries, and
-    m: Int32  # block of queries, the first that is visited
-    blocks: Int32  # that are visited (bwd_walk.py)
-    share: Int32 | None = None  # number among the parts of all tiles that CTAs share, or negative

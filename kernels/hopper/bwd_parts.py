@@ -14,20 +14,11 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
 from cute_attn.config import SHARE_WORDS
-from cute_attn.kernels.hopper import bwd_turns
+from cute_attn.kernels.common.bwd_walk import wait_until
 
 PART_BARRIER = 10  # + warpgroup: its numbers are in scratch memory, or may be read there
 THREADS = 128  # of a consumer warpgroup
 VECTOR = 2  # four would cost a register too many
-
-
-@cute.jit
-def no_parts(shares: cute.Tensor, tiles: Int32):
-    """Of so many tiles nobody has counted himself yet. By the first CTA of row_statistics."""
-    if cute.arch.block_idx()[0] == 0:
-        step = cute.arch.block_dim()[0]
-        for i in cutlass.range(cute.arch.thread_idx()[0], tiles * SHARE_WORDS, step, unroll=1):
-            shares[i] = Float32(0.0)
 
 
 def counter_of(c, shared: Int32) -> cute.Pointer:
@@ -65,7 +56,7 @@ def give(c, shared: Int32, part: Int32):
 @cute.jit
 def take(c, shared: Int32, parts: Int32):
     if c.f.tidx == 0:
-        bwd_turns.wait_until(counter_of(c, shared), parts)
+        wait_until(counter_of(c, shared), parts)
     cute.arch.barrier(barrier_id=PART_BARRIER + c.f.wg, number_of_threads=THREADS)
     values, n = cute.make_rmem_tensor(VECTOR, Float32), cute.size(c.f.acc_dK) // VECTOR
     for part in cutlass.range(parts, unroll=1):

@@ -12,7 +12,7 @@ it, so that consumers neither poll nor wait until their reductions have reached 
     counter = turn + 1, when they are done
 
 Why nobody waits for ever: the last block of keys is the first to be added, its tile has the lowest
-index of the head (bwd_tickets.py, tile_at), and a tile waits for lower indices only. Tiles are
+index of the head (common/bwd_walk.py, tile_at), and a tile waits for lower indices only. Tiles are
 tickets, drawn in the order of their index by CTAs that run, and a CTA works on its own in that
 order: of the tiles that are not done, the one with the lowest index is worked on, and waits for
 none. So a CTA's first tile is a ticket too. Were it that of the CTA's index, others would wait for
@@ -26,26 +26,16 @@ the first block on, a CTA would begin by waiting for one that has all earlier qu
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr, pipeline
+from cutlass import Int32, pipeline
 
 from cute_attn.config import TURN_WORDS
+from cute_attn.kernels.common.bwd_walk import Shape, Tile, last_block, wait_until
 from cute_attn.kernels.hopper import bwd_tickets
-from cute_attn.kernels.hopper.bwd_operands import Shape, Smem, Tile
+from cute_attn.kernels.hopper.bwd_operands import Smem
 
 TURN_BARRIER = 4  # + warpgroup: it may add its part
 ADDED_BARRIER = 6  # + warpgroup: its reductions are issued
 THREADS = 32 + 128  # the warp that counts, and the warpgroup that adds
-
-
-@cute.jit
-def last_block(cfg, causal: cutlass.Constexpr[bool], shape: Shape, m: Int32):
-    """Last block of keys whose CTA visits block m of queries. It visits all from tile.m on,
-    which does not fall from one block of keys to the next: those before it visit m too."""
-    last = shape.n_blocks - 1
-    if const_expr(causal):
-        last_key = shape.seqlen_k - shape.seqlen_q + (m + 1) * cfg.tile_m - 1
-        last = cutlass.min(last, last_key // cfg.tile_n)
-    return last
 
 
 @cute.jit
@@ -79,13 +69,6 @@ def keep_order_of(cfg, causal: cutlass.Constexpr[bool], x, shape: Shape, tile: T
             # cumulative: reductions after the acquire that reads it come after them.
             with cute.arch.elect_one():
                 cute.arch.store(counter, turn + 1, sem="release", scope="gpu")
-
-
-@cute.jit
-def wait_until(counter: cute.Pointer, turn: Int32):
-    seen = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
-    while seen != turn:
-        seen = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
 
 
 def counter_of(cfg, words: cute.Tensor, wg: Int32) -> cute.Pointer:

@@ -9,8 +9,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, pipeline
 from cutlass.cute.nvgpu import cpasync
 
-from cute_attn.kernels.hopper import bwd, bwd_load, bwd_tickets, bwd_turns, bwd_wide_mainloop
-from cute_attn.kernels.hopper.bwd_operands import Inputs, Shape, Smem, Tile
+from cute_attn.kernels.common import bwd_walk
+from cute_attn.kernels.common.bwd_walk import Shape, Tile
+from cute_attn.kernels.hopper import bwd, bwd_load, bwd_turns, bwd_wide_mainloop
+from cute_attn.kernels.hopper.bwd_operands import Inputs, Smem
 from cute_attn.kernels.hopper.operands import TmaOperand
 
 
@@ -60,7 +62,7 @@ class BackwardWideSm90(bwd.BackwardSm90):
     @cute.jit
     def only_tile(self, shape: Shape):
         index = cute.arch.block_idx()[0]
-        return bwd_tickets.tile_at(self.cfg, self.problem.causal, shape, index)
+        return bwd_walk.tile_at(self.cfg, self.problem.causal, shape, index)
 
     @cute.jit
     def load(self, x: Inputs, smem: Smem, pipes, shape: Shape, tile: Tile):

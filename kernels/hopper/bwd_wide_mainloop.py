@@ -20,10 +20,12 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Int32, const_expr, pipeline
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
+from cute_attn.kernels.common import bwd_walk
+from cute_attn.kernels.common.bwd_walk import Shape, Tile
 from cute_attn.kernels.common.layout import acc_as_rows
-from cute_attn.kernels.hopper import bwd_mainloop, bwd_walk
+from cute_attn.kernels.hopper import bwd_mainloop
 from cute_attn.kernels.hopper.bwd_mainloop import KEYS_BARRIER, OUTPUT_BARRIER, transposed
-from cute_attn.kernels.hopper.bwd_operands import Mmas, Shape, Smem, Tile
+from cute_attn.kernels.hopper.bwd_operands import Mmas, Smem
 from cute_attn.kernels.hopper.gemm import STEP, gemm
 from cute_attn.kernels.hopper.operands import TmaOperand
 

@@ -7,12 +7,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, const_expr
 
-from cute_attn.config import TURN_WORDS
+from cute_attn.config import SHARE_WORDS, TURN_WORDS
 from cute_attn.kernels.common import vectors
 from cute_attn.kernels.common.bits import fma, magnitude
-from cute_attn.kernels.hopper import bwd_parts
-from cute_attn.kernels.hopper.fwd import LOG2_E
 
+LOG2_E = 1.4426950408889634
 PARTS = 3  # bf16 numbers that hold the 24 bits of a fp32 one
 FAR = 2.0**120
 LOG2_E_REST = 1.9259629911e-08  # what LOG2_E has beyond 24 bits
@@ -56,7 +55,8 @@ def row_statistics(cfg: cutlass.Constexpr, o, do, lse, dlse, words, dq, shares, 
     bwd_turns.py, bwd_tickets.py and bwd_parts.py.
 
     o, do (seqlen_q, head_dim_v, head, batch); lse, dlse (seqlen_q, head, batch)."""
-    cute.arch.griddepcontrol_launch_dependents()
+    if const_expr(cfg.chained):
+        cute.arch.griddepcontrol_launch_dependents()
     of_block, block, head, batch = place(dq, statistics_ctas(cfg))
     x = Rows(
         *(t[None, None, head, batch] for t in (o, do)),
@@ -70,7 +70,7 @@ def row_statistics(cfg: cutlass.Constexpr, o, do, lse, dlse, words, dq, shares, 
     if const_expr(cfg.persistent):
         no_tickets(cfg, words)
     if const_expr(cfg.shares):
-        bwd_parts.no_parts(shares, shared)
+        no_parts(shares, shared)
     statistics(cfg, x, block * statistics_ctas(cfg) + of_block, zeros, scale_log2)
 
 
@@ -115,7 +115,11 @@ def statistics(cfg, x: Rows, cta: Int32, zeros: cute.Tensor, scale_log2: Float32
         of_row, mine = Float32.inf, Float32(0.0)
     if lane < n:
         block, row = my_row // cfg.tile_m, my_row % cfg.tile_m
-        of_S = -score(of_row, scale_log2) if const_expr(cfg.folded) else -of_row * LOG2_E
+        of_S = -of_row * LOG2_E
+        if const_expr(cfg.folded):
+            of_S = -score(of_row, scale_log2)
+        elif const_expr(cfg.from_scores):
+            of_S = -score(of_row, scale_log2) * scale_log2
         store_statistics(cfg, x.words[None, block], row, of_S, mine)
 
 
@@ -132,6 +136,15 @@ def no_tickets(cfg, words: cute.Tensor):
     """None is drawn yet. One thread says so."""
     if cute.arch.block_idx()[0] == 0 and cute.arch.thread_idx()[0] == 0:
         words[cfg.ticket_word, 0, 0, 0] = Float32(0.0)
+
+
+@cute.jit
+def no_parts(shares: cute.Tensor, tiles: Int32):
+    """Of so many tiles nobody has counted himself yet. By the first CTA of row_statistics."""
+    if cute.arch.block_idx()[0] == 0:
+        step = cute.arch.block_dim()[0]
+        for i in cutlass.range(cute.arch.thread_idx()[0], tiles * SHARE_WORDS, step, unroll=1):
+            shares[i] = Float32(0.0)
 
 
 def vectors_of(x: cute.Tensor, first: Int32, step: int, n: int, col: Int32) -> cute.Tensor:
@@ -203,19 +216,27 @@ def four_at(row: cute.Tensor, col: Int32) -> cute.Tensor:
 
 def finishing_ctas(cfg) -> int:
     """That dQ of a block of rows takes."""
-    return cfg.tile_m * cfg.width // (CHUNK * WARPS)
+    return -(-cfg.tile_m * cfg.width // (CHUNK * WARPS))
+
+
+def row_tiles(cfg) -> int:
+    """Of 16 rows, that are after one another in the accumulator."""
+    return min(cfg.tile_m, 64) // 16
 
 
 @cute.kernel
 def finish_dq(cfg: cutlass.Constexpr, parts, dq, scale: Float32):
     """dq (seqlen_q, head_dim, head, batch) = scale * parts, which lie in the order in which the
-    main kernel's threads hold their accumulators: for every 64 rows and 8 columns, a warp's 16
-    rows after another's, and of those what a thread of the MMA holds, two columns of two rows."""
-    cute.arch.griddepcontrol_wait()  # every thread: the grid must not end before the main kernel
+    main kernel's threads hold their accumulators: for every 64 rows and 8 columns (32 rows where a
+    block has no more), 16 rows after another 16, and of those what a thread of the MMA holds, two
+    columns of two rows; or, without dq_vectors, the first number of all threads, the second, ..."""
+    if const_expr(cfg.chained):  # every thread: the grid must not end before the main kernel
+        cute.arch.griddepcontrol_wait()
     of_block, block, head, batch = place(parts, finishing_ctas(cfg))
     tidx = cute.arch.thread_idx()[0]
     chunk = of_block * WARPS + tidx // 32
-    strip, warp, lane = chunk // 4, chunk % 4, tidx % 32
+    tiles = row_tiles(cfg)
+    strip, warp, lane = chunk // tiles, chunk % tiles, tidx % 32
     row = block * cfg.tile_m + 16 * warp + lane // 4
     if const_expr(cfg.dq_by_rows):
         strips = cfg.width // STRIP
@@ -225,18 +246,24 @@ def finish_dq(cfg: cutlass.Constexpr, parts, dq, scale: Float32):
         col = strip * STRIP
     out = dq[None, None, head, batch]
     if col < out.shape[1]:
-        base = strip * 4 * CHUNK + 4 * (warp * 32 + lane)
-        finish_rows(parts[None, block, head, batch], base, out, row, col, scale)
+        each = 4 if const_expr(cfg.dq_vectors) else 1
+        base = strip * tiles * CHUNK + warp * 128 + each * lane
+        finish_rows(cfg, parts[None, block, head, batch], base, out, row, col, scale)
 
 
 @cute.jit
-def finish_rows(part, base: Int32, out: cute.Tensor, row: Int32, col: Int32, scale: Float32):
+def finish_rows(cfg, part, base: Int32, out: cute.Tensor, row: Int32, col: Int32, scale: Float32):
     """A thread reads two columns of four groups of eight, and writes one group, both in two rows,
     so that a quad reads and writes 64 bytes in a row."""
     groups, lane = STRIP // VECTOR, cute.arch.lane_idx()
     acc = cute.make_rmem_tensor(cute.make_layout((4, groups)), Float32)
     for i in cutlass.range_constexpr(groups):
-        cute.autovec_copy(four_at(part, base + i * CHUNK), acc[None, i])
+        first = base + i * row_tiles(cfg) * 128
+        if const_expr(cfg.dq_vectors):
+            cute.autovec_copy(four_at(part, first), acc[None, i])
+        else:
+            for j in cutlass.range_constexpr(4):
+                acc[j, i] = part[first + 32 * j]
     rounded = cute.make_rmem_tensor_like(acc, out.element_type)
     rounded.store((acc.load() * scale).to(out.element_type))
     pairs = cute.recast_tensor(rounded, Int32)  # (row, group)
