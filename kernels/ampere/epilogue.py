@@ -1,11 +1,10 @@
-"""O: registers -> Q's place in shared memory -> global memory, 16 bytes a thread."""
+"""Results: registers -> shared memory -> global memory, 16 bytes a thread."""
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from cute_attn.kernels.ampere.load import rows_at_once
-from cute_attn.kernels.ampere.operands import Inputs, Tile
 from cute_attn.kernels.ampere.storage import CHUNK, TileLayout
 from cute_attn.kernels.common import vectors
 from cute_attn.kernels.common.layout import acc_as_rows
@@ -39,20 +38,24 @@ def put(layout: TileLayout, to: Int32, acc_O: cute.Tensor, coords: cute.Tensor, 
 
 @cute.jit
 def store(
-    layout: TileLayout, threads: cutlass.Constexpr[int], at: Int32, x: Inputs, tile: Tile, tidx
+    layout: TileLayout,
+    threads: cutlass.Constexpr[int],
+    at: Int32,
+    out: cute.Tensor,
+    row: Int32,
+    tidx,
 ):
-    """The tile at the address `at` to global memory, by all threads."""
-    out = x.gO[None, None, tile.head, tile.batch]
+    """The tile at the address `at` to rows of out (rows, width), from `row` on, by all threads."""
     chunks = layout.panel // CHUNK
     first, chunk = tidx // chunks, tidx % chunks
     start = at + layout.at(first, chunk)
     for down in cutlass.range_constexpr(0, layout.rows, rows_at_once(layout, threads)):
-        row = tile.m_block * layout.rows + first + down
+        to = row + first + down
         for p in cutlass.range_constexpr(layout.width // layout.panel):
             col = p * layout.panel + chunk * CHUNK
-            there = (row < out.shape[0]) & (col < out.shape[1]) & (first + down < layout.rows)
+            there = (to < out.shape[0]) & (col < out.shape[1]) & (first + down < layout.rows)
             if there:
                 values = cute.make_rmem_tensor(CHUNK, out.element_type)
                 address = start + down * layout.pitch + p * layout.panel_bytes
                 cute.autovec_copy(shared(out.element_type, address, CHUNK), values)
-                cute.autovec_copy(values, vectors.at(out[row, None], col, CHUNK))
+                cute.autovec_copy(values, vectors.at(out[to, None], col, CHUNK))

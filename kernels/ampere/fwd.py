@@ -11,7 +11,7 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import warp
 
 from cute_attn.config import AmpereConfig
-from cute_attn.kernels.ampere import load, mainloop
+from cute_attn.kernels.ampere import load, mainloop, products
 from cute_attn.kernels.ampere.operands import Inputs, Tile
 from cute_attn.kernels.ampere.storage import make_storage
 from cute_attn.kernels.common import schedule
@@ -91,7 +91,7 @@ class ForwardSm80:
         cfg, problem, smem = self.cfg, self.problem, self.smem
         tidx = cute.arch.thread_idx()[0]
         lane = tidx % 32
-        row = cute.arch.make_warp_uniform(tidx // 32) * mainloop.STEP + lane % 16
+        row = cute.arch.make_warp_uniform(tidx // 32) * products.STEP + lane % 16
         keys = lane % 8 + lane // 16 * 8
         kv = None, None, tile.kv_head, tile.batch
         atom = warp.MmaF16BF16Op(self.dtype, Float32, (16, 8, 16))
@@ -99,7 +99,7 @@ class ForwardSm80:
         cS = mma.get_slice(tidx).partition_C(cute.make_identity_tensor((cfg.tile_m, cfg.tile_n)))
         rQ = None
         if cutlass.const_expr(cfg.q_in_regs):
-            steps = problem.head_dim // mainloop.STEP
+            steps = problem.head_dim // products.STEP
             rQ = cute.make_rmem_tensor((8, cfg.m_tiles, steps), self.dtype)
         return mainloop.Worker(
             cfg,
@@ -117,7 +117,7 @@ class ForwardSm80:
             base + smem.v_start + smem.v.at(lane % 16, lane // 16),
             make_lazy_softmax(problem, scale_log2, 2 * cfg.m_tiles, cfg.exact_max),
             rQ,
-            mainloop.accumulator(cfg, problem.tile_dim_v),
+            products.accumulator(cfg.m_tiles, problem.tile_dim_v),
             grouped(cS),
             tidx,
         )

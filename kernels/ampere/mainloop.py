@@ -16,19 +16,17 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
-from cutlass.cute.nvgpu import warp
+from cutlass import Int32, const_expr
 
 from cute_attn.kernels.ampere import epilogue, load, ptx
 from cute_attn.kernels.ampere.operands import Inputs, Rows, Tile
+from cute_attn.kernels.ampere.products import STEP, accumulator, mma
 from cute_attn.kernels.ampere.storage import Storage
 from cute_attn.kernels.common import output, rare
 from cute_attn.kernels.common.layout import acc_as_operand_a
 from cute_attn.kernels.common.mask import first_full_block, keys_seen, kv_block_end, mask_scores
 from cute_attn.kernels.common.schedule import Shape
 from cute_attn.kernels.common.softmax_lazy import LazySoftmax
-
-STEP = 16  # of a matrix product's inner dimension, and rows of a warp's m-tile
 
 
 @dataclass(frozen=True)
@@ -84,16 +82,6 @@ class Worker:
     # Matrix products
 
     @cute.jit
-    def mma(self, acc: cute.Tensor, m: int, n: int, A: cute.Tensor, B: cute.Tensor, half: int):
-        """Of 16 rows, 8 columns and 16 steps, into tile (m, n) of acc."""
-        atom = cute.make_mma_atom(warp.MmaF16BF16Op(A.element_type, Float32, (16, 8, 16)))
-        C = acc[(None, None, n), m, 0]
-        C = cute.make_tensor(C.iterator, cute.make_layout(((2, 2), 1, 1)))
-        half_B = cute.make_tensor(B.iterator + 4 * half, cute.make_layout(((2, 2), 1, 1)))
-        A = cute.make_tensor(A.iterator, cute.make_layout(((2, 2, 2), 1, 1)))
-        cute.gemm(atom, C, A, half_B, C)
-
-    @cute.jit
     def fetch_q(self, to: cute.Tensor, k: cutlass.Constexpr[int]):
         """Step k of Q as A operands, (8, m-tiles)."""
         for m in cutlass.range_constexpr(self.cfg.m_tiles):
@@ -138,7 +126,7 @@ class Worker:
                 ptx.ldmatrix(B, layout.step(K, k) + n * STEP * layout.pitch)
                 for m in cutlass.range_constexpr(self.cfg.m_tiles):
                     for half in cutlass.range_constexpr(2 * self.sees(m, n, narrow)):
-                        self.mma(acc_S, m, 2 * n + half, A[None, m], B, half)
+                        mma(acc_S, m, 2 * n + half, A[None, m], B, half)
 
     @cute.jit
     def add_values(self, acc_S: cute.Tensor, stage: Int32, narrow: cutlass.Constexpr[bool]):
@@ -158,7 +146,7 @@ class Worker:
                 ptx.ldmatrix(B, layout.step(V, n) + k * STEP * layout.pitch, transpose=True)
                 for m in cutlass.range_constexpr(self.cfg.m_tiles):
                     for half in cutlass.range_constexpr(2 * self.sees(m, k, narrow)):
-                        self.mma(self.acc_O, m, 2 * n + half, P[None, m], B, half)
+                        mma(self.acc_O, m, 2 * n + half, P[None, m], B, half)
 
     # The algorithm
 
@@ -207,7 +195,7 @@ class Worker:
         narrow: cutlass.Constexpr[bool],
     ):
         """S = Q K^T, softmax, O += P V. narrow: the last m-tile alone reads all keys."""
-        acc_S = accumulator(self.cfg, self.cfg.tile_n)
+        acc_S = accumulator(self.cfg.m_tiles, self.cfg.tile_n)
         self.scores(acc_S, stage, narrow)
         self.load_next(block, stage)  # while the last products are on their way
         if const_expr(masked):
@@ -254,12 +242,8 @@ class Worker:
             cute.arch.barrier()
         epilogue.put(smem.o, self.base, O, self.cS, x.gO.element_type)
         cute.arch.barrier()
-        epilogue.store(smem.o, self.cfg.threads, self.base, x, self.tile, self.tidx)
-
-
-def accumulator(cfg, width: int) -> cute.Tensor:
-    """Of a warp's rows, laid out as those of WGMMA are: ((2, 2, width/8), m-tiles, 1) fp32."""
-    return cute.make_rmem_tensor(((2, 2, width // 8), cfg.m_tiles, 1), Float32)
+        gO = x.gO[None, None, self.tile.head, self.tile.batch]
+        epilogue.store(smem.o, self.cfg.threads, self.base, gO, self.rows.first, self.tidx)
 
 
 @cute.jit
