@@ -8,7 +8,7 @@ from cute_attn import autograd, launch, tuning
 from cute_attn import backward as gradients
 from cute_attn import compile as jit
 from cute_attn.backward import BwdExplanation
-from cute_attn.config import AmpereConfig, BwdConfig, FwdConfig
+from cute_attn.config import AmpereBwdConfig, AmpereConfig, BwdConfig, FwdConfig
 from cute_attn.explanation import Explanation as Explanation
 from cute_attn.explanation import explained
 from cute_attn.problem import DTYPES, Problem
@@ -131,7 +131,7 @@ def bwd(
     v_descale: "Tensor | None" = None,
     dlse: "Tensor | None" = None,
     deterministic: bool = False,
-    config: BwdConfig | None = None,
+    config: BwdConfig | AmpereBwdConfig | None = None,
     arch: str | None = None,
 ) -> "tuple[Tensor, Tensor, Tensor]":
     """Gradients of fwd: (dq, dk, dv) from dout, the gradient of out.
@@ -143,9 +143,9 @@ def bwd(
     deterministic  the same call gives the same bits. On the CPU it always does; on CUDA tensors dk
                 and dv always have them, and dq has where its parts are added up in a fixed order,
                 by a kernel of its own that is somewhat slower
-    config      a BwdConfig instead of the one that tuning_bwd.pick takes; see explain. With
-                BwdConfig(deterministic=True) it asks for the same. Without effect on the CPU
-    arch        'sm90' or 'cpu'; default what q's device runs
+    config      a BwdConfig, for 'sm80' an AmpereBwdConfig, instead of the tuning table's; see
+                explain. With its deterministic=True it asks for the same. No effect on the CPU
+    arch        'sm90', 'sm80' (any newer GPU too) or 'cpu'; default what q's device runs
 
     dq, dk, dv are fresh, contiguous, and have the shapes and the dtype of q, k and v. Rows that
     see no key have gradients 0 and give none. Memory grows with seqlen, not with its square.
@@ -318,7 +318,7 @@ def explain(
     *,
     causal: bool = ...,
     softmax_scale: float | None = ...,
-    config: BwdConfig | None = ...,
+    config: BwdConfig | AmpereBwdConfig | None = ...,
     arch: str | None = ...,
     backward: Literal[True],
     **others: Any,
@@ -378,7 +378,7 @@ def warmup(
     dtype: Any = "bf16",
     causal: bool = False,
     softmax_scale: float | None = None,
-    config: FwdConfig | AmpereConfig | BwdConfig | None = None,
+    config: FwdConfig | AmpereConfig | BwdConfig | AmpereBwdConfig | None = None,
     arch: str | None = None,
     backward: bool = False,
     deterministic: bool = False,
@@ -389,12 +389,12 @@ def warmup(
 
     A class is a dtype ('bf16', 'fp16' or the torch dtype), head dims, causal and the sign of
     softmax_scale. One kernel serves all batch sizes, lengths, head counts and strides, and a second
-    one few queries on many keys; with config, a BwdConfig if backward, only the kernel of that one
-    is made ready. deterministic, with backward, takes the kernel of bwd(deterministic=True) instead
-    of the default's. With preset the forward is that of fwd(preset=) and its packs, by config if it
-    is an Fp8Config, behind what quantises. Needs no GPU if arch is given: the cache directory then
-    serves machines with the same CPU features and DSL. On a GPU of that arch the kernel also
-    becomes ready for CUDA-graph capture.
+    one few queries on many keys; with config, the backward's if backward, only the kernel of that
+    one is made ready. deterministic, with backward, takes the kernel of bwd(deterministic=True)
+    instead of the default's. With preset the forward is that of fwd(preset=) and its packs, by
+    config if it is an Fp8Config, behind what quantises. Needs no GPU if arch is given: the cache
+    directory then serves machines with the same CPU features and DSL. On a GPU of that arch the
+    kernel also becomes ready for CUDA-graph capture.
     Raises ValueError or TypeError for a class or config that cannot be, ImportError without the
     DSL.
     """
@@ -406,9 +406,8 @@ def warmup(
             raise ValueError("arch is None and there is no GPU to take it from: name one, 'sm90'")
         arch = launch.choose_arch(torch.device("cuda", torch.cuda.current_device()), None)
     launch.check_arch_name(arch)
-    if arch == "sm80" and (backward or preset is not None):
-        what = "the backward" if backward else "FP8"
-        launch.refuse_ampere(arch, what)
+    if preset is not None:
+        launch.refuse_ampere(arch, "FP8")
     here = here and launch.runs_here(arch)
     target = launch.compile_target(torch.device("cuda" if here else "cpu"), arch)
     negative = softmax_scale is not None and launch.checked_scale(softmax_scale) < 0
@@ -425,7 +424,7 @@ def warmup(
     if config is None and preset is None and arch != "sm80":
         jobs.append((problem, tuning.split(problem)))
     if backward and (config is not None or arch != "cpu"):
-        chosen = gradients.choose_config(problem, config, deterministic)  # type: ignore[arg-type]
+        chosen = gradients.choose_config(problem, config, deterministic, target)  # type: ignore[arg-type]
         jobs.append((gradients.kernel_problem(problem), chosen))
     if arch == "cpu":
         return
@@ -445,9 +444,9 @@ def _first_launch(problem: Problem, config: Any, preset: str | None, arch: str) 
         for d in (problem.head_dim, problem.head_dim_v)
     )
     scale = -1.0 if problem.negative_scale else 1.0
-    if isinstance(config, BwdConfig):
+    if isinstance(config, BwdConfig | AmpereBwdConfig):
         lse = torch.zeros(1, 1, 1, device="cuda")
-        gradients.backward(v, q, q, v, v, lse, problem.causal, scale, config=config)
+        gradients.backward(v, q, q, v, v, lse, problem.causal, scale, arch=arch, config=config)
     elif preset is None:
         launch.forward(q, q, v, problem.causal, scale, config=config, arch=arch)
     elif isinstance(config, FwdConfig):  # what quantises is launched with it

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from cute_attn import compile as jit
-from cute_attn import launch, tuning_bwd
-from cute_attn.config import FILL, SHARE_WORDS, BwdConfig
+from cute_attn import launch, tuning_bwd, tuning_bwd_sm80
+from cute_attn.config import FILL, SHARE_WORDS, AmpereBwdConfig, BwdConfig
 from cute_attn.problem import Problem
 
+Config = BwdConfig | AmpereBwdConfig
 Layout = tuple[tuple[int, ...], tuple[int, ...]]  # shape, strides
 TINY_SCALE = 2.0**-64  # stands for 0 in P = exp(scale * (Q K^T - LSE / scale))
 
@@ -23,12 +24,12 @@ class Plan:
     """What does not change between two calls with the same key."""
 
     call: launch.Plan  # of the forward
-    config: BwdConfig
+    config: Config
     gradients: tuple[Layout, Layout, Layout]
-    scratch: tuple[Layout, ...]  # of rows, of dQ's accumulator, and of tiles that CTAs share
+    scratch: tuple[Layout, ...]  # of rows, of dQ's accumulator, on 'sm90' of tiles that CTAs share
     direct: bool  # tensors can be read as they are, if their bases are aligned
     kernel: jit.Kernel | None = None
-    shared: tuple[int, int] = (0, 1)  # tiles before those, and CTAs that share one
+    shared: tuple[int, ...] = ()  # there: tiles before those, and CTAs that share one
     no_dlse: Tensor | None = None  # a zero of lse's shape
 
 
@@ -48,7 +49,7 @@ def backward(
     dlse: Tensor | None = None,
     deterministic: bool = False,
     arch: str | None = None,
-    config: BwdConfig | None = None,
+    config: Config | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One attention backward. Arguments, results and errors are those of cute_attn.bwd."""
     scale = None if softmax_scale is None else launch.checked_scale(softmax_scale)
@@ -132,20 +133,18 @@ def make_plan(
     negative: bool,
     deterministic: bool,
     arch: str | None,
-    config: BwdConfig | None,
+    config: Config | None,
 ) -> Plan:
     """Check the call. Nothing is compiled or allocated here; a first launch does both."""
     if not isinstance(deterministic, bool):
         raise TypeError(f"deterministic is {deterministic!r}: a bool is wanted")
-    launch.refuse_ampere(arch, "the backward")
     call = launch.make_plan(q, k, v, causal, negative, arch=arch)
-    launch.refuse_ampere(call.arch, "the backward")
     _check("dout", dout, call, call.out_shape, call.dtype)
     _check("out", out, call, call.out_shape, call.dtype)
     _check("lse", lse, call, call.lse_shape, torch.float32)
     if dlse is not None:
         _check("dlse", dlse, call, call.lse_shape, torch.float32)
-    chosen = choose_config(call.problem, config, deterministic)
+    chosen = choose_config(call.problem, config, deterministic, call.target)
     dq, dk, dv = (_contiguous(tuple(t.shape)) for t in (q, k, v))
     statistics, accumulator = map(_contiguous, scratch_shapes(call.problem, chosen))
     direct = all(launch._loadable_strides(t) for t in (q, k, v, out, dout))
@@ -161,12 +160,13 @@ def _bind(plan: Plan) -> None:
     call = plan.call
     index = call.index = call.device.index or 0
     with torch.cuda.device(call.device):
-        kernel = launch.compiled(kernel_problem(call.problem), plan.config, call.arch)
+        kernel = launch.compiled(kernel_problem(call.problem), plan.config, call.target)
         call.sms = launch.multiprocessors(call.device)
-        tiles = tuning_bwd.tiles_of(call.problem, plan.config, call.sms)
-        plan.shared = tiles.whole, tiles.parts
-        shares = _contiguous(shares_shape(call.problem, plan.config, tiles))
-        plan.scratch = (*plan.scratch[:2], shares)
+        if isinstance(plan.config, BwdConfig):
+            tiles = tuning_bwd.tiles_of(call.problem, plan.config, call.sms)
+            plan.shared = tiles.whole, tiles.parts
+            shares = _contiguous(shares_shape(call.problem, plan.config, tiles))
+            plan.scratch = (*plan.scratch[:2], shares)
         if index not in _zeros and not launch._capturing():
             zero = torch.zeros((), dtype=torch.float32, device=call.device)
             if call.device.type == "cuda":
@@ -186,24 +186,35 @@ def kernel_problem(problem: Problem) -> Problem:
 
 
 def choose_config(
-    problem: Problem, config: BwdConfig | None, deterministic: bool = False
-) -> BwdConfig:
+    problem: Problem,
+    config: Config | None,
+    deterministic: bool = False,
+    target: str = "sm90",
+) -> Config:
     """The table's, or the caller's if the kernel can run it."""
-    if config is None:
+    chip, reason = jit.target(target), ""
+    if target.startswith("sm80"):
+        if config is None:
+            config = tuning_bwd_sm80.pick(problem, chip)
+        elif not isinstance(config, AmpereBwdConfig):
+            raise TypeError(f"config is {config!r}: with arch 'sm80' an AmpereBwdConfig is wanted")
+        else:
+            reason = config.infeasible(problem, chip)
+    elif config is None:
         config = tuning_bwd.pick(problem)
     elif not isinstance(config, BwdConfig):
         raise TypeError(f"config is {config!r}: a BwdConfig is wanted")
     else:
         reason = config.infeasible(problem)
-        if reason:
-            raise ValueError(f"config cannot serve this problem: {reason}")
+    if reason:
+        raise ValueError(f"config cannot serve this problem: {reason}")
     return replace(config, deterministic=True) if deterministic else config
 
 
-def scratch_shapes(problem: Problem, config: BwdConfig) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def scratch_shapes(problem: Problem, config: Config) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Of what is kept of every row (LSE and D), and of dQ's accumulator, both fp32; they grow with
     seqlen_q."""
-    rows = config.tile_m(problem)
+    rows, _ = config.tile(problem)
     blocks = -(-problem.seqlen_q // rows)
     statistics = problem.batch, problem.heads_q, blocks, config.block_words(problem)
     accumulator = problem.batch, problem.heads_q, blocks, rows * config.width(problem)
@@ -222,14 +233,14 @@ class BwdExplanation:
     """What bwd would run; print it."""
 
     problem: Problem
-    config: BwdConfig
+    config: Config
     arch: str
     kernel: str  # name of the main kernel, as profilers show it
     tile: tuple[int, int]  # queries and keys of a block
     smem_bytes: int  # shared memory per CTA
     tiles: int  # a block of keys and a KV head each; 0 for an empty problem
     parts: int  # into which those tiles are cut that would have a last round for themselves
-    grid: int  # CTAs: one a tile above head dim 128, else of as many tiles as it takes
+    grid: int  # CTAs: one a tile, or on 'sm90' up to head dim 128 of as many as it takes
     scratch_bytes: int  # allocated for the call beside the gradients
     copies: tuple[str, ...]  # of q, k and v, what is copied because the hardware cannot load it
     compiled: str  # 'in memory', 'on disk' or 'not compiled'
@@ -269,22 +280,25 @@ def explain(
     k: Tensor,
     v: Tensor,
     causal: bool,
-    config: BwdConfig | None,
+    config: Config | None,
     arch: str | None,
     deterministic: bool,
 ) -> BwdExplanation:
     """Arguments and errors are those of cute_attn.explain(..., backward=True)."""
     if not isinstance(deterministic, bool):
         raise TypeError(f"deterministic is {deterministic!r}: a bool is wanted")
-    launch.refuse_ampere(arch, "the backward")
-    plan = launch.make_plan(q, k, v, causal, arch=arch, foreign=arch == "sm90")
-    launch.refuse_ampere(plan.arch, "the backward")
+    plan = launch.make_plan(q, k, v, causal, arch=arch, foreign=arch in ("sm80", "sm90"))
     problem = kernel_problem(plan.problem)
-    chosen = choose_config(problem, config, deterministic)
+    chosen = choose_config(problem, config, deterministic, plan.target)
     sms = launch.multiprocessors(plan.device) or FILL
     on_device = plan.arch != "cpu" and not plan.empty
-    found = tuning_bwd.tiles_of(problem, chosen, sms)
-    scratch = *scratch_shapes(problem, chosen), shares_shape(problem, chosen, found)
+    scratch: list[tuple[int, ...]] = list(scratch_shapes(problem, chosen))
+    if isinstance(chosen, BwdConfig):
+        found = tuning_bwd.tiles_of(problem, chosen, sms)
+        scratch.append(shares_shape(problem, chosen, found))
+    else:
+        n_blocks = -(-problem.seqlen_k // chosen.tile_n)
+        found = tuning_bwd.Tiles(n_blocks * problem.heads_kv * problem.batch, 0, 1)
     tiles, ctas = found.whole + found.shared, found.whole + found.shared * found.parts
     if plan.empty:
         tiles = ctas = 0
@@ -297,10 +311,10 @@ def explain(
         chosen.smem_bytes(problem),
         tiles,
         found.parts,
-        ctas if chosen.wide(problem) else min(ctas, sms),
+        chosen.grid(problem, ctas, sms),
         4 * sum(map(math.prod, scratch)) if on_device else 0,
         tuple(name for name, t in (("q", q), ("k", k), ("v", v)) if launch.needs_copy(t)),
-        jit.state(problem, chosen, plan.arch) if on_device else "not compiled",
+        jit.state(problem, chosen, plan.target) if on_device else "not compiled",
     )
 
 

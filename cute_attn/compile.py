@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from cute_attn.config import (
+    AmpereBwdConfig,
     AmpereConfig,
     BwdConfig,
     Fp8Config,
@@ -31,7 +32,7 @@ from cute_attn.config import (
 from cute_attn.problem import Problem
 
 Kernel = Callable[..., Any]
-Config = FwdConfig | AmpereConfig | BwdConfig
+Config = FwdConfig | AmpereConfig | BwdConfig | AmpereBwdConfig
 AnyConfig = Config | QuantizeConfig | TransposeConfig
 
 # The architectures that kernels exist for, each with the chip that it is compiled for if no other
@@ -39,6 +40,7 @@ AnyConfig = Config | QuantizeConfig | TransposeConfig
 DSL_ARCH = {"sm90": "sm_90a", "sm80": "sm_80"}
 BUILDERS = {"sm90": "cute_attn.kernels.hopper.fwd:compile_fwd"}
 AMPERE_BUILDERS = {"sm80": "cute_attn.kernels.ampere.fwd:compile_fwd"}
+AMPERE_BACKWARD_BUILDERS = {"sm80": "cute_attn.kernels.ampere.bwd:compile_bwd"}
 FP8_BUILDERS = {"sm90": "cute_attn.kernels.hopper.fp8_fwd:compile_fp8_fwd"}
 BACKWARD_BUILDERS = {"sm90": "cute_attn.kernels.hopper.bwd:compile_bwd"}
 QUANTIZE_BUILDERS = {"sm90": "cute_attn.kernels.hopper.quantize:compile_quantize"}
@@ -228,6 +230,7 @@ def builder(config: AnyConfig, arch: str) -> str:
     for kind, builders in (
         (AmpereConfig, AMPERE_BUILDERS),
         (BwdConfig, BACKWARD_BUILDERS),
+        (AmpereBwdConfig, AMPERE_BACKWARD_BUILDERS),
         (Fp8Config, FP8_BUILDERS),
         (QuantizeConfig, QUANTIZE_BUILDERS),
         (TransposeConfig, TRANSPOSE_BUILDERS),

@@ -253,6 +253,132 @@ class AmpereConfig:
         return _limit_broken(self.smem_bytes(problem), most, held, self.registers[0] - 24)
 
 
+@dataclass(frozen=True)
+class AmpereBwdConfig:
+    """The knobs of the Ampere backward kernel."""
+
+    tile_m: int = 64  # queries of a block
+    tile_n: int = 128  # keys per CTA
+    key_warps: int = 4  # that share the keys: each has 16 in every 16 * key_warps
+    column_warps: int = 2  # that share queries of the same keys' S, and columns of their dV and dK
+    step_m: int = 32  # queries that a warp has S and dP of at a time
+    q_stages: int = 2  # blocks of Q in shared memory
+    do_stages: int = 2  # of dO
+    ctas: int = 1  # that an SM is to hold: fewer registers a thread
+    # For compute capability 9.0 on:
+    vector_adds: bool = False  # dq has four numbers added at a time
+    split_barrier: bool = False  # warps use their own P and dS before they wait for the others'
+    deterministic: bool = False  # dq is added up in a fixed order
+
+    def __post_init__(self) -> None:
+        _check_types(self)
+        for name, allowed in (
+            ("tile_m", (32, 64, 128)),
+            ("tile_n", range(16, 257, 16)),
+            ("key_warps", (1, 2, 4, 8)),
+            ("column_warps", (1, 2, 4)),
+            ("step_m", (16, 32, 64, 128)),
+            ("q_stages", (1, 2)),
+            ("do_stages", (1, 2)),
+            ("ctas", range(1, 9)),
+        ):
+            _check_allowed(self, name, allowed)
+        keys, queries = 16 * self.key_warps, self.step_m * self.column_warps
+        if self.tile_n % keys:
+            allowed_keys = f"allowed are the multiples of {keys} (16 keys a warp)"
+            raise ValueError(f"config.tile_n is {self.tile_n}: {allowed_keys}")
+        if self.tile_m % queries:
+            raise ValueError(f"config.step_m is {self.step_m}: {queries} do not divide tile_m")
+
+    @property
+    def warps(self) -> int:
+        return self.key_warps * self.column_warps
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps
+
+    @property
+    def key_tiles(self) -> int:
+        """Of 16 keys, that a warp has."""
+        return self.tile_n // (16 * self.key_warps)
+
+    @property
+    def registers(self) -> int:
+        """At most, per thread."""
+        return min(255, 65536 // (self.threads * self.ctas) // 8 * 8)
+
+    def kernel_name(self, problem: Problem, arch: str = "sm80") -> str:
+        """As profilers show the main kernel."""
+        return backward_name(problem, arch, self.deterministic)
+
+    def tile(self, problem: Problem) -> tuple[int, int]:
+        """Queries and keys of a block."""
+        return self.tile_m, self.tile_n
+
+    def grid(self, problem: Problem, tiles: int, sms: int) -> int:
+        """CTAs for so many tiles."""
+        return tiles
+
+    def width(self, problem: Problem) -> int:
+        """Columns of a Q or K tile: each warp has 16 of dK in turn, and of dQ's rows or columns."""
+        least = 16 * max(2, self.column_warps, 16 * self.warps // self.tile_m)
+        return round_up(problem.tile_dim, least)
+
+    def width_v(self, problem: Problem) -> int:
+        return round_up(problem.tile_dim_v, max(32, 16 * self.column_warps))
+
+    def dq_warps(self, problem: Problem) -> tuple[int, int]:
+        """Among how many warps rows, and columns, of a block's dQ are divided, so that they read
+        the least."""
+        tiles, steps = self.tile_m // 16, self.width(problem) // 16
+        ways = [(n, self.warps // n) for n in (1, 2, 4, 8) if self.warps % n == 0]
+        even = [(m, n) for m, n in ways if tiles % m == 0 and steps % n == 0]
+        return min(even, key=lambda way: tiles // way[0] + steps // way[1])
+
+    @property
+    def statistics(self) -> int:
+        """Words of a block's rows in scratch memory: LSE and D."""
+        return 2 * self.tile_m
+
+    @property
+    def ticket_word(self) -> int:
+        """Where in a block's scratch the tickets' counter may be: behind the turns."""
+        return self.statistics + (TURN_WORDS if self.deterministic else 0)
+
+    def block_words(self, problem: Problem) -> int:
+        """Of the scratch for statistics; whose turn it is to add to dq, and tickets, take more."""
+        return self.ticket_word + (TICKET_WORDS if self.deterministic else 0)
+
+    def smem_bytes(self, problem: Problem, itemsize: int = 2) -> int:
+        d, dv = self.width(problem), self.width_v(problem)
+        rings = self.tile_m * (self.q_stages * d + self.do_stages * dv)
+        shared = self.tile_n * self.tile_m * (1 if self.column_warps == 1 else 2)  # dS, P
+        others = 4 * self.q_stages * self.statistics + 16 * self.split_barrier
+        return (self.tile_n * (d + dv) + rings + shared) * itemsize + others
+
+    def accumulator_registers(self, problem: Problem) -> int:
+        """Registers per thread that dK, dV, S and dP hold at once."""
+        columns = (self.width(problem) + self.width_v(problem)) // self.column_warps
+        return self.key_tiles * (columns // 2 + self.step_m)
+
+    def infeasible(self, problem: Problem, target: str = "sm_80") -> str:
+        """Why this config cannot serve the problem there, naming the limit; '' if it can."""
+        held, most = self.accumulator_registers(problem), ampere_smem_limit(target)
+        broken = _limit_broken(self.smem_bytes(problem), most, held, self.registers - 40)
+        old = int(target.removeprefix("sm_").rstrip("af")) < 90
+        for name in ("vector_adds", "split_barrier") if old else ():
+            if not broken and getattr(self, name):
+                return f"{name} is for compute capability 9.0 on, not for {target}"
+        return broken
+
+
+def backward_name(problem: Problem, arch: str, deterministic: bool) -> str:
+    p, mask = problem.static(), "causal" if problem.causal else "full"
+    order = "_deterministic" if deterministic else ""
+    return f"cute_attn_bwd_{arch}_{p.dtype}_d{p.head_dim}_dv{p.head_dim_v}_{mask}{order}"
+
+
 def ampere_smem_limit(target: str) -> int:
     """Bytes of dynamic shared memory that a CTA may have; of a chip not known, the least."""
     return AMPERE_SMEM_LIMITS.get(target, min(AMPERE_SMEM_LIMITS.values()))
@@ -279,9 +405,7 @@ class BwdConfig:
 
     def kernel_name(self, problem: Problem, arch: str = "sm90") -> str:
         """As profilers show the main kernel."""
-        p, mask = problem.static(), "causal" if problem.causal else "full"
-        order = "_deterministic" if self.deterministic else ""
-        return f"cute_attn_bwd_{arch}_{p.dtype}_d{p.head_dim}_dv{p.head_dim_v}_{mask}{order}"
+        return backward_name(problem, arch, self.deterministic)
 
     def wide(self, problem: Problem) -> bool:
         """Whether the kernel for head dims above 128 is wanted."""
@@ -301,6 +425,10 @@ class BwdConfig:
     def tile(self, problem: Problem) -> tuple[int, int]:
         """Queries and keys of a block."""
         return self.tile_m(problem), 64 if self.wide(problem) else 64 * self.warpgroups
+
+    def grid(self, problem: Problem, tiles: int, sms: int) -> int:
+        """CTAs for so many tiles."""
+        return tiles if self.wide(problem) else min(tiles, sms)
 
     def statistics(self, problem: Problem) -> int:
         """Words of a block in which LSE and D of its rows lie: two a row, or the 16 bytes that an

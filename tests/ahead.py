@@ -139,7 +139,12 @@ def ampere_jobs_of(items, chip):
     if sum("sm80" in item.keywords for item in items) <= FEW_TESTS:
         return []
     problems = sorted({problem for problem, _ in forward_jobs()}, key=repr)
-    return [(p, tuning_sm80.pick(p, chip)) for p in problems]
+    jobs = [(p, tuning_sm80.pick(p, chip)) for p in problems]
+    if {item.path.stem for item in items} & set(BACKWARD_FILES):
+        for p, config in backward_jobs():
+            chosen = backward.choose_config(p, None, config.deterministic, f"sm80:{chip}")
+            jobs.append((p, chosen))
+    return jobs
 
 
 def compile_ahead(items):

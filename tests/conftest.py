@@ -77,6 +77,15 @@ def stand_in(monkeypatch):
 
 
 @pytest.fixture
+def ampere(stand_in, monkeypatch):
+    """CPU tensors take the device path of an A100."""
+    from cute_attn import launch
+
+    monkeypatch.setattr(launch, "_native_arch", lambda device: "sm80")
+    return stand_in
+
+
+@pytest.fixture
 def device(request, monkeypatch):
     """Of helpers.ALL_DEVICES, with indirect=True: 'cpu' or 'cuda', whose calls take the GPU's own
     kernels or Ampere's."""

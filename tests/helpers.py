@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cute_attn
-from cute_attn import launch, reference
+from cute_attn import backward, launch, reference
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # workers whose threads wait for each other spin: 10 times slower
@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 # and CUDA tensors that kernels/ampere serve, as on a GPU of that generation: see as_on_ampere
 ALL_DEVICES = [*DEVICES, pytest.param("cuda:sm80", marks=[pytest.mark.gpu, pytest.mark.sm80])]
+GPU_DEVICES = ALL_DEVICES[1:]
 BF16, FP16 = torch.bfloat16, torch.float16
 UNIT = {BF16: 2.0**-8, FP16: 2.0**-11}  # relative error of rounding to nearest
 HEAD_DIMS = range(8, 257, 8)
@@ -44,7 +45,8 @@ def as_on_ampere(monkeypatch):
     """Calls with CUDA tensors that name no arch run the Ampere kernels."""
     native = launch._native_arch
     monkeypatch.setattr(launch, "_native_arch", lambda d: "sm80" if d.type == "cuda" else native(d))
-    monkeypatch.setattr(launch, "_plans", {})
+    for module in (launch, backward):
+        monkeypatch.setattr(module, "_plans", {})
 
 
 def sweep_causal(dtype, head_dim):

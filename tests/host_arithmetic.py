@@ -70,8 +70,9 @@ class BackwardArithmetic:
         shape = bwd_walk.shape_of(self.cfg, mQ, mK, last.shape[1], Int32(8), Int32(ALL), Int32(1))
         for i in cutlass.range(tiles.shape[0]):
             tile = bwd_walk.tile_at(self.cfg, self.problem.causal, shape, Int32(i))
-            for j in cutlass.range_constexpr(4):
-                tiles[i, j] = tile[j]
+            begin = shape.m_blocks - tile.blocks // shape.q_per_kv
+            for j, x in enumerate((*tile[:3], begin)):
+                tiles[i, j] = x
         for m in cutlass.range(last.shape[1]):
             last[0, m] = last_block(self.cfg, self.problem.causal, shape, Int32(m))
 

@@ -11,7 +11,7 @@ import torch
 import cute_attn
 from cute_attn import backward, launch, reference, reference_backward
 from cute_attn import compile as jit
-from cute_attn.config import BwdConfig
+from cute_attn.config import AmpereBwdConfig, BwdConfig
 
 BF16 = torch.bfloat16
 
@@ -42,7 +42,7 @@ class Device:
 
     def build(self, problem, config, arch):
         self.built.append((problem.static(), config, arch))
-        if isinstance(config, BwdConfig):
+        if isinstance(config, BwdConfig | AmpereBwdConfig):
             return self.build_backward(problem, config)
 
         def kernel(q, k, v, o, lse, counter, sms, scale, *parts):
@@ -77,24 +77,25 @@ class Device:
 
     def build_backward(self, problem, config):
         def kernel(q, k, v, o, do, lse, dlse, *rest):
-            dq, dk, dv, stats, parts, shares, sms, *shared, scale, score_scale = rest
+            dq, dk, dv, stats, parts, *shares, scale, score_scale = rest
+            sms = shares.pop(-1 if len(shares) == 1 else 1)
             for t in (q, k, v, o, do, dq, dk, dv):
                 check_operand(t)
             for t in (lse, dlse, stats, parts):
                 assert t.dtype == torch.float32
             assert dlse.shape == lse.shape and stats.is_contiguous() and parts.is_contiguous()
-            rows = config.tile_m(problem)
+            rows, _ = config.tile(problem)
             blocks = *lse.shape[:2], -(-lse.shape[2] // rows)
             assert stats.shape == (*blocks, config.block_words(problem))
             assert parts.shape == (*blocks, rows * config.width(problem))
-            assert sms == 132 and shares.dtype == torch.float32
+            assert sms == 132 and (len(shares) == 3) == isinstance(config, BwdConfig)
             assert type(scale) is float and score_scale == scale != 0.0
             options = {"causal": problem.causal, "softmax_scale": scale, "dlse": dlse}
             got = reference_backward.attention_backward_blockwise(do, q, k, v, o, lse, **options)
             for t, values in zip((dq, dk, dv), got):
                 t.copy_(values)
             self.launches.append((q, k, v, o, do))
-            self.scratch.append((tuple(stats.shape), tuple(parts.shape), tuple(shares.shape)))
+            self.scratch.append([tuple(t.shape) for t in (stats, parts, *shares[:1])])
 
         return kernel
 

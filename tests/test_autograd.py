@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 from gradients import check
-from helpers import BF16, DEVICES, FP16, close, qkv, rand
+from helpers import ALL_DEVICES, BF16, DEVICES, FP16, close, qkv, rand
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -17,6 +17,7 @@ from cute_attn import launch
 from cute_attn.reference_backward import attention_backward
 
 each_device = pytest.mark.parametrize("device", DEVICES)
+every_kernel = pytest.mark.parametrize("device", ALL_DEVICES, indirect=True)
 both_masks = pytest.mark.parametrize("causal", [False, True])
 INF = math.inf
 META = torch.zeros(2, 7, 2, 16, dtype=BF16, device="meta")
@@ -37,7 +38,7 @@ def equal(a, b):
 # ---- gradients ----------------------------------------------------------------------------------
 
 
-@each_device
+@every_kernel
 @both_masks
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 def test_gradients_of_out_and_lse(device, causal, dtype):
@@ -81,7 +82,7 @@ def test_one_input_alone_requires_grad(device, which):
     assert all(t.grad is None for i, t in enumerate(inputs) if i != which)
 
 
-@each_device
+@every_kernel
 def test_fa_141_a_loss_of_out_and_lse(device):
     q, k, v = leaves(1, 128, 128, 2, 64, device=device)
     out, lse, _ = cute_attn.flash_attn_func(q, k, v, return_attn_probs=True)

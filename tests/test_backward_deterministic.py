@@ -3,11 +3,12 @@
 import pytest
 import torch
 from gradients import check
-from helpers import BF16, DEVICES, close, qkv, rand
+from helpers import ALL_DEVICES, BF16, GPU_DEVICES, close, qkv, rand
 
 import cute_attn
 
-each_device = pytest.mark.parametrize("device", DEVICES)
+each_device = pytest.mark.parametrize("device", ALL_DEVICES, indirect=True)
+each_gpu = pytest.mark.parametrize("device", GPU_DEVICES, indirect=True)
 both_masks = pytest.mark.parametrize("causal", [False, True])
 each_dim = pytest.mark.parametrize("dims", [64, 128, (192, 128), 256], ids=str)
 
@@ -55,25 +56,25 @@ def test_deterministic_repeats_are_equal_bit_for_bit(device, causal, dims):
         assert all(torch.equal(a, b) for a, b in zip(again(), first)), i
 
 
-@pytest.mark.gpu
+@each_gpu
 @both_masks
 @each_dim
-def test_deterministic_lengths(causal, dims):
+def test_deterministic_lengths(device, causal, dims):
     """Rows and whole blocks of rows that see no key, one query, one key, ends within a block, and
     as many CTAs of one head as run at once."""
     for seqlen_q, seqlen_k in ((700, 130), (130, 700), (300, 1), (1, 300), (257, 255), (65, 8400)):
-        q, k, v = qkv(1, seqlen_q, seqlen_k, (2, 1), dims, device="cuda")
-        dout = rand((*q.shape[:3], v.shape[3]), device="cuda", seed=9)
+        q, k, v = qkv(1, seqlen_q, seqlen_k, (2, 1), dims, device=device)
+        dout = rand((*q.shape[:3], v.shape[3]), device=device, seed=9)
         first, again = both_orders(dout, q, k, v, causal)
         assert all(torch.equal(a, b) for _ in range(5) for a, b in zip(again(), first))
 
 
-@pytest.mark.gpu
+@each_gpu
 @both_masks
-def test_deterministic_on_two_streams_at_once(causal):
+def test_deterministic_on_two_streams_at_once(device, causal):
     """Two launches whose CTAs share the GPU: each waits for its own."""
-    q, k, v = qkv(2, 2000, 2000, (8, 4), 128, device="cuda")
-    dout = rand(tuple(q.shape), device="cuda", seed=9)
+    q, k, v = qkv(2, 2000, 2000, (8, 4), 128, device=device)
+    dout = rand(tuple(q.shape), device=device, seed=9)
     first, again = both_orders(dout, q, k, v, causal)
     torch.cuda.synchronize()
     streams = [torch.cuda.Stream() for _ in range(2)]

@@ -17,11 +17,11 @@ from pathlib import Path
 import pytest
 import torch
 from gradients import check, run
-from helpers import BF16, DEVICES, FP16, close, qkv, rand, sweep_causal
+from helpers import ALL_DEVICES, BF16, FP16, close, qkv, rand, sweep_causal
 
 import cute_attn
 
-each_device = pytest.mark.parametrize("device", DEVICES)
+each_device = pytest.mark.parametrize("device", ALL_DEVICES, indirect=True)
 both_masks = pytest.mark.parametrize("causal", [False, True])
 ROOT = str(Path(__file__).resolve().parents[1])
 

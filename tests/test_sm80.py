@@ -21,13 +21,6 @@ CUDA = torch.device("cuda", 0)
 
 
 @pytest.fixture
-def ampere(stand_in, monkeypatch):
-    """CPU tensors take the device path of an A100."""
-    monkeypatch.setattr(launch, "_native_arch", lambda device: "sm80")
-    return stand_in
-
-
-@pytest.fixture
 def gpu(monkeypatch):
     """A function that puts a GPU of some compute capability here."""
 
@@ -121,14 +114,10 @@ def test_cpu_tensors_do_not_run_on_sm80():
 
 def test_what_is_not_built(ampere):
     q, k, v = tensors()
-    out, lse = cute_attn.fwd(q, k, v, return_lse=True)
-    with pytest.raises(NotImplementedError, match="sm80.*the backward is not built"):
-        cute_attn.bwd(out, q, k, v, out, lse)
     with pytest.raises(NotImplementedError, match="sm80.*FP8 is not built"):
         cute_attn.fwd(q, k, v, preset="fp8")
-    for options in ({"backward": True}, {"preset": "fp8"}):
-        with pytest.raises(NotImplementedError, match="arch='sm80'"):
-            cute_attn.warmup(64, arch="sm80", **options)
+    with pytest.raises(NotImplementedError, match="arch='sm80'"):
+        cute_attn.warmup(64, arch="sm80", preset="fp8")
 
 
 # launches
@@ -208,8 +197,8 @@ def test_tools_take_the_arch():
     assert impl.config_record(case) == asdict(replace(picked, tile_n=32))
     with pytest.raises(ValueError, match="pingpong"):
         peers.chosen(["ours"], ["pingpong=1"], "fwd", "sm80")
-    args = bench.parser().parse_args(["--arch", "sm80", "--backward"])
-    with pytest.raises(ValueError, match="--arch sm80"):
+    args = bench.parser().parse_args(["--arch", "sm80", "--fwd-bwd"])
+    with pytest.raises(ValueError, match="--arch with --fwd-bwd"):
         bench.implementations_of(args, "cuda")
     jobs = jobs_of([], "sm80:sm_86", False, ["bf16"])
     assert jobs == ampere_jobs("sm_86", ["bf16"]) and len(jobs) == 12

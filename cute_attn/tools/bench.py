@@ -42,9 +42,7 @@ def parser() -> argparse.ArgumentParser:
         "(ours in 16 bits) and quantise+ours",
     )
     p.add_argument("--impl", default="", help="ours,cudnn,fa2,fa3,fa4,sdpa (default: all but sdpa)")
-    p.add_argument(
-        "--arch", choices=("sm80", "sm90"), default="", help="of ours in 16 bits, the forward alone"
-    )
+    p.add_argument("--arch", choices=("sm80", "sm90"), default="", help="of ours in 16 bits")
     p.add_argument(
         "--cases",
         action="append",
@@ -101,8 +99,8 @@ def implementations_of(args: argparse.Namespace, device: str) -> list[Implementa
         if device == "cpu":
             raise ValueError("--fp8: it is timed on a GPU only")
         return peers_fp8.chosen(names or list(peers_fp8.default(args.fp8)), args.config, args.fp8)
-    if args.arch == "sm80" and which != "fwd":
-        raise ValueError("--arch sm80: the forward alone is built for it")
+    if args.arch and which == "fwd_bwd":
+        raise ValueError("--arch with --fwd-bwd: flash_attn_func takes none")
     return peers.chosen(names or list(peers.default(device, which)), args.config, which, args.arch)
 
 

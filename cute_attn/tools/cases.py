@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, TypeVar
 
-from cute_attn import tuning, tuning_bwd, tuning_sm80
-from cute_attn.config import AmpereConfig, BwdConfig, Fp8Config, FwdConfig
+from cute_attn import tuning, tuning_bwd, tuning_bwd_sm80, tuning_sm80
+from cute_attn.config import AmpereBwdConfig, AmpereConfig, BwdConfig, Fp8Config, FwdConfig
 from cute_attn.problem import DTYPES, Problem
 
-AnyConfig = TypeVar("AnyConfig", FwdConfig, AmpereConfig, Fp8Config, BwdConfig)
+AnyConfig = TypeVar("AnyConfig", FwdConfig, AmpereConfig, Fp8Config, BwdConfig, AmpereBwdConfig)
 TOKENS, WIDTH = 16384, 2048  # of the standard cells: batch * seqlen and heads * head_dim
 DATA = ("normal", "ramp", "x30", "outliers")
 SLOPE = 10.0  # binades the scores of a ramp rise by over 128 keys
@@ -174,7 +174,10 @@ def config_for(case: Case, text: str = "", target: str = "") -> FwdConfig | Ampe
     return parse_config(text, tuning.pick(case.problem()))
 
 
-def bwd_config_for(case: Case, text: str = "") -> BwdConfig:
+def bwd_config_for(case: Case, text: str = "", target: str = "") -> BwdConfig | AmpereBwdConfig:
+    """target: as config_for's."""
+    if target:
+        return parse_config(text, tuning_bwd_sm80.pick(case.problem(), target))
     return parse_config(text, tuning_bwd.pick(case.problem()))
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 from typing import Any
 
-from cute_attn import tuning, tuning_bwd, tuning_fp8, tuning_sm80
+from cute_attn import tuning, tuning_bwd, tuning_bwd_sm80, tuning_fp8, tuning_sm80
 from cute_attn.compile import AnyConfig, Config, target
 from cute_attn.config import Fp8Config, QuantizeConfig, TransposeConfig
 from cute_attn.problem import DTYPES, Fp8Problem, Problem
@@ -59,6 +59,16 @@ def backward_jobs(dtypes: Sequence[str] = tuple(DTYPES.values())) -> list[Job]:
         (Problem(dtype, head_dim, head_dim_v, causal), config)
         for dtype in dtypes
         for head_dim, head_dim_v, config in tuning_bwd.BACKWARD
+        for causal in (False, True)
+    ]
+
+
+def ampere_backward_jobs(chip: str, dtypes: Sequence[str] = tuple(DTYPES.values())) -> list[Job]:
+    """Of the backward on a chip."""
+    return [
+        (Problem(dtype, head_dim, head_dim_v, causal), config)
+        for dtype in dtypes
+        for head_dim, head_dim_v, config in tuning_bwd_sm80.table(chip)
         for causal in (False, True)
     ]
 
@@ -188,12 +198,13 @@ def label(job: AnyJob) -> str:
 def jobs_of(shapes: Sequence[c.Case], arch: str, backward: bool, dtypes: list[str]) -> list[Job]:
     """Of the shapes, else of the tuning table."""
     chip = target(arch) if arch.startswith("sm80") else ""
-    pick: Callable[[c.Case], Config] = (
-        c.bwd_config_for if backward else lambda case: c.config_for(case, "", chip)
-    )
-    jobs = [(case.problem().static(), pick(case)) for case in shapes]
-    rows = backward_jobs if backward else table_jobs
-    return list(dict.fromkeys(jobs)) or (ampere_jobs(chip, dtypes) if chip else rows(dtypes))
+    pick: Callable[..., Config] = c.bwd_config_for if backward else c.config_for
+    jobs = [(case.problem().static(), pick(case, "", chip)) for case in shapes]
+    if jobs:
+        return list(dict.fromkeys(jobs))
+    if chip:
+        return (ampere_backward_jobs if backward else ampere_jobs)(chip, dtypes)
+    return (backward_jobs if backward else table_jobs)(dtypes)
 
 
 def wanted_jobs(args: argparse.Namespace, shapes: Sequence[c.Case]) -> list[Any]:

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from importlib import import_module
 from typing import Any
 
-from cute_attn.config import AmpereConfig, BwdConfig, FwdConfig
+from cute_attn.config import AmpereBwdConfig, AmpereConfig, BwdConfig, FwdConfig
 from cute_attn.tools.cases import Case, bwd_config_for, config_for, parse_config
 
 Call = Callable[[], Any]
@@ -65,17 +65,19 @@ def _ampere_chip() -> str:
     return compile.target(launch.compile_target(device, "sm80"))
 
 
-def ours_backward(label: str = "ours", text: str = "") -> Implementation:
+def ours_backward(label: str = "ours", text: str = "", arch: str = "") -> Implementation:
+    def config_of(case: Case) -> BwdConfig | AmpereBwdConfig:
+        return bwd_config_for(case, text, _ampere_chip() if arch == "sm80" else "")
+
     def prepare(case: Case, q: Any, k: Any, v: Any, dout: Any) -> Call:
         import cute_attn
 
-        config = bwd_config_for(case, text) if text not in ("", "pick") else None
-        out, lse = cute_attn.fwd(q, k, v, causal=case.causal, return_lse=True)
-        return lambda: cute_attn.bwd(dout, q, k, v, out, lse, causal=case.causal, config=config)
+        config = config_of(case) if text not in ("", "pick") else None
+        options: dict[str, Any] = {"causal": case.causal, "arch": arch or None}
+        out, lse = cute_attn.fwd(q, k, v, return_lse=True, **options)
+        return lambda: cute_attn.bwd(dout, q, k, v, out, lse, config=config, **options)
 
-    return Implementation(
-        label, prepare, _same, config=lambda case: asdict(bwd_config_for(case, text))
-    )
+    return Implementation(label, prepare, _same, config=lambda case: asdict(config_of(case)))
 
 
 def ours_step(label: str = "ours") -> Implementation:
@@ -246,16 +248,14 @@ def chosen(
         elif name == "ours":
             for n, text in enumerate(configs or [""], 1):
                 label = f"ours#{n}" if len(configs) > 1 else "ours"
-                if which == "fwd":
-                    # raises for a wrong key before anything runs
-                    if arch == "sm80":
-                        parse_config(text, AmpereConfig())
-                    else:
-                        parse_config(text, FwdConfig())
-                    found.append(ours(label, text, arch))
-                else:
-                    parse_config(text, BwdConfig())
-                    found.append(ours_backward(label, text))
+                kind: Any = {
+                    ("fwd", True): AmpereConfig,
+                    ("fwd", False): FwdConfig,
+                    ("bwd", True): AmpereBwdConfig,
+                    ("bwd", False): BwdConfig,
+                }[which, arch == "sm80"]
+                parse_config(text, kind())  # raises for a wrong key before anything runs
+                found.append((ours if which == "fwd" else ours_backward)(label, text, arch))
         elif name in PEERS_OF[which]:
             found.append(PEERS_OF[which][name])
         else:

@@ -1,4 +1,5 @@
-"""The two instructions of this generation that move tiles: cp.async and ldmatrix (PTX ISA 7.0).
+"""The instructions of this generation that move tiles, cp.async and ldmatrix (PTX ISA 7.0), and
+reductions.
 
 Shared memory is named by 32-bit addresses. Both stand where they are written, as far as the
 compiler knows: what orders them against each other is the barrier between.
@@ -41,3 +42,20 @@ def ldmatrix(to: cute.Tensor, address: Int32, transpose: bool = False):
     words = cute.recast_tensor(to, Int32)
     for i in range(4):
         words[i] = Int32(llvm.extractvalue(T.i32(), result, [i]))
+
+
+def add_four(address: Int64, values: cute.Tensor, vectors: bool):
+    """Add four numbers to those in global memory: to neighbours at once, which compute capability
+    9.0 can, or one after another to every 32nd, where lanes are neighbours."""
+    x = [values[i] for i in range(4)]
+    if vectors:
+        cute.arch.inline_ptx(
+            "red.relaxed.gpu.global.add.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+            read_only_args=[address, *x],
+        )
+    else:
+        for i in range(4):
+            cute.arch.inline_ptx(
+                "red.relaxed.gpu.global.add.f32 [{$r0}], {$r1};",
+                read_only_args=[address + 128 * i, x[i]],
+            )

@@ -12,6 +12,7 @@ index; not in the deterministic kernel (bwd_turns.py says why), nor if CTAs shar
 
 import cutlass
 import cutlass.cute as cute
+from cutlass import Int32
 
 from cute_attn.kernels.common.bwd_walk import Tile
 from cute_attn.kernels.hopper.bwd_operands import Smem
