@@ -100,6 +100,8 @@ def quantize_jobs():
     heads, sequences = (head,) * 3, (sequence,) * 3
     given = [(64, 64), (128, 128), (256, 256), (96, 80), (192, 128), (16, 48)]
     found = [quantize_job(dims, given=heads) for dims in given]
+    by_channel = [(64, dim_v) for dim_v in (64, 128, 192)]
+    found += [quantize_job(dims, given=heads, v_scales="channel") for dims in by_channel]
     packs = [(64, 64), (128, 128), (256, 256), (48, 80), (192, 128), (16, 16)]
     found += [quantize_job(dims) for dims in packs]
     found += [quantize_job(dims, "fp16") for dims in ((240, 32), (64, 256))]

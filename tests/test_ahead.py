@@ -13,6 +13,8 @@ pytest.importorskip("torch")
 import ahead
 import conftest
 import host_build
+import test_quantize_gpu as quantise
+import torch
 
 from cute_attn import compile as jit
 from cute_attn import tuning, tuning_bwd
@@ -88,6 +90,27 @@ def test_every_job_can_be_built():
         assert problem == problem.static() and not config.infeasible(problem)
     assert {type(config).__name__ for _, config in ahead.backward_jobs()} == {"BwdConfig"}
     assert {config.deterministic for _, config in ahead.backward_jobs()} == {False, True}
+
+
+def parameters(test):
+    (mark,) = test.pytestmark
+    return mark.args[1]
+
+
+def test_quantise_jobs_have_the_head_dims_of_the_tests():
+    jobs, heads = ahead.quantize_jobs(), (torch.empty(2, 16),) * 3
+    wanted = [
+        ahead.quantize_job(dims, given=heads) for dims in parameters(quantise.test_given_vectors)
+    ]
+    wanted += [
+        ahead.quantize_job((64, dim_v), given=heads, v_scales="channel")
+        for dim_v in parameters(quantise.test_given_vectors_and_channels_of_v)
+    ]
+    wanted += [
+        ahead.quantize_job(dims, "fp16")
+        for dims in parameters(quantise.test_measured_other_head_dims)
+    ]
+    assert [job for job in wanted if job not in jobs] == []
 
 
 def session(*items, collectonly=False):
