@@ -8,7 +8,8 @@
 
 Tables stand between `<!-- report:NAME -->` and `<!-- /report -->`. Records of several runs are
 put together: the median of the rates, the geometric mean of the ratios. A cell takes the runs of
-the newest code that was timed there. Losses are marked.
+the newest code that was timed there. Losses are marked. The table of what is supported comes from
+no record: cute_attn/tools/support.py asks the checks.
 """
 
 import argparse
@@ -179,6 +180,12 @@ def accuracy(found):
     return "\n".join([*heading(here), "", *records.error_table(here)]) + "\n"
 
 
+def support(found):
+    from cute_attn.tools import support  # takes torch, which the other tables do without
+
+    return support.table()
+
+
 STEPS = "TFLOP/s of forward and backward through autograd, the host's time included,"
 TABLES = {  # name -> the pass, and the table of its records
     "compact": ("fwd", compact),
@@ -199,6 +206,7 @@ TABLES = {  # name -> the pass, and the table of its records
     "fp8_ramp": ("fwd_fp8", lambda found: full(found, "main18", "ramp")),
     "fp8_hp": ("fwd_fp8_hp", lambda found: full(found, "main18", "normal")),
     "accuracy": ("accuracy", accuracy),
+    "support": ("", support),
     "fwd_bwd": ("fwd_bwd", lambda found: full(found, "step", "normal", STEPS)),
 }
 
