@@ -1,10 +1,10 @@
 """compute-sanitizer over small cases of each kernel family; exit status 1 if it finds anything.
 
 python scripts/sanitize.py                      # memcheck, racecheck and synccheck
-python scripts/sanitize.py --tool memcheck
+python scripts/sanitize.py --tool memcheck --family ampere
 
-Kernels are compiled before, without the sanitizer, from all cores. Each call allocates from the
-driver, so that memory used after it was freed is seen.
+First the cases run without the sanitizer, shared out to all cores: that compiles their kernels.
+Each call allocates from the driver, so that memory used after it was freed is seen.
 
 A finding counts where it names one of our kernels: the runtime's own probing of driver entry points
 also shows up as API errors. Small kernels beside a main one have the compiler's names.
@@ -16,6 +16,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.pop(0)  # scripts/ has a profile.py, as Python has
@@ -23,68 +24,106 @@ sys.path.insert(0, str(ROOT))
 
 TOOLS = ("memcheck", "racecheck", "synccheck")
 OURS = ("cute_attn_fwd", "cute_attn_bwd", "kernel_cutlass_")
-# padded columns; two warpgroups' whole tiles; two widths; the widest: each pair takes 7 kernels
-HEAD_DIMS = ((40, 40), (128, 128), (192, 128), (256, 256))
 LENGTHS = ((200, 330), (65, 129))
 FEW = (40, 2100)  # few queries: keys are split
+LONG = (130, 1100)  # sums of raw V are taken up in fp32 once on the way
+# padded columns; two warpgroups' whole tiles; two widths; the widest
+HEAD_DIMS = ((40, 40), (128, 128), (192, 128), (256, 256))
+FP8_HEAD_DIMS = ((48, 80), (128, 128), (256, 256))
+MASKS = (False, True)
 
 
-def cases():
-    """(seqlen_q, seqlen_k, head_dim, head_dim_v, causal)"""
-    for dims in HEAD_DIMS:
-        yield from ((*n, *dims, causal) for causal in (False, True) for n in LENGTHS)
-        yield (*FEW, *dims, True)
+class Case(NamedTuple):
+    seqlen_q: int
+    seqlen_k: int
+    head_dim: int
+    head_dim_v: int
+    causal: bool
+    heads_q: int = 4
+    heads_kv: int = 2
 
 
-def tensors(case, device):
+def cases(family: str) -> list[Case]:
+    dims = FP8_HEAD_DIMS if family == "fp8" else HEAD_DIMS
+    found = [Case(*n, *d, causal) for d in dims for causal in MASKS for n in LENGTHS]
+    if family == "hopper":
+        found += [Case(*FEW, *d, True) for d in dims]
+        # CTAs share tiles: with a causal mask of many query heads, without one in those above too
+        found += [Case(200, 330, *d, True, 8, 1) for d in ((40, 40), (128, 128))]
+    if family == "fp8":
+        found += [Case(*LONG, *d, causal) for d in dims for causal in MASKS]
+    return found
+
+
+def tensors(case: Case, device: str = "cuda"):
     import torch
 
-    sq, sk, d, dv, _ = case
-    shapes = (2, sq, 4, d), (2, sk, 2, d), (2, sk, 2, dv)
+    sq, sk, d, dv, _, heads_q, heads_kv = case
+    shapes = (2, sq, heads_q, d), (2, sk, heads_kv, d), (2, sk, heads_kv, dv)
     return tuple(torch.randn(s, device=device, dtype=torch.bfloat16) for s in shapes)
 
 
-def explained(case, tensors, **options):
+def call(case: Case, arch: str) -> None:
+    """What the sanitizer watches of one case in 16 bits."""
     import cute_attn
 
-    return cute_attn.explain(*tensors, causal=case[-1], arch="sm90", **options)
-
-
-def jobs():
-    """The kernels that the cases run."""
-    found = []
-    for case in cases():
-        meta = tensors(case, "meta")
-        found.append(explained(case, meta))
-        found += [explained(case, meta, backward=True, deterministic=x) for x in (False, True)]
-    assert any(e.parts > 1 for e in found if hasattr(e, "parts"))
-    return list(dict.fromkeys((e.problem.static(), e.config) for e in found))
-
-
-def call(case):
-    """What the sanitizer watches of one case."""
-    import cute_attn
-
-    q, k, v = tensors(case, "cuda")
-    causal = case[-1]
+    q, k, v = tensors(case)
+    options = {"causal": case.causal, "arch": arch}
     v[0, -1] = float("nan")  # takes the branch that confines it
-    cute_attn.fwd(q, k, v, causal=causal)
-    cute_attn.fwd(q * 30, k * 30, v, causal=causal)  # scores too rough to weigh at once
+    cute_attn.fwd(q, k, v, **options)
+    cute_attn.fwd(q * 30, k * 30, v, **options)  # scores too rough to weigh at once
     v.nan_to_num_(0.0)
-    out, lse = cute_attn.fwd(q, k, v, causal=causal, return_lse=True)
+    out, lse = cute_attn.fwd(q, k, v, return_lse=True, **options)
     for deterministic in (False, True):
-        cute_attn.bwd(out, q, k, v, out, lse, causal=causal, deterministic=deterministic)
+        cute_attn.bwd(out, q, k, v, out, lse, deterministic=deterministic, **options)
 
 
-def child():
+def call_fp8(case: Case) -> None:
+    """Of one in FP8: quantising, both presets, raw tensors, output in e4m3."""
+    import torch
+
+    import cute_attn
+
+    q, k, v = tensors(case)
+    for preset in ("fp8", "fp8_hp"):
+        cute_attn.fwd(q, k, v, causal=case.causal, preset=preset)
+    pack = cute_attn.quantize_qkv(q, k, v)
+    e4m3 = torch.float8_e4m3fn
+    cute_attn.fwd(pack, causal=case.causal, out_dtype=e4m3, return_amax=True)
+    cute_attn.fwd(*(t.to(e4m3) for t in (q, k, v)), causal=case.causal)
+
+
+FAMILIES = {
+    "hopper": lambda case: call(case, "sm90"),
+    "fp8": call_fp8,
+    "ampere": lambda case: call(case, "sm80"),
+}
+
+
+def child(families: list[str], first: int, step: int) -> None:
+    """Every step-th case, in this process."""
     import torch
 
     from cute_attn import compile as jit
 
-    for case in cases():
-        call(case)
+    every = [(FAMILIES[family], case) for family in families for case in cases(family)]
+    for run_case, case in every[first::step]:
+        run_case(case)
     torch.cuda.synchronize()
-    print(f"ran, {jit.count()} kernels compiled on the way")
+    print(f"ran {len(every[first::step])} cases, {jit.count()} kernels compiled on the way")
+
+
+def command(families: list[str], first: int = 0, step: int = 1) -> list[str]:
+    names = [word for family in families for word in ("--family", family)]
+    return [sys.executable, __file__, "--child", str(first), str(step), *names]
+
+
+def compile_ahead(families: list[str]) -> None:
+    """Raises SystemExit if a case does not run at all."""
+    n = os.cpu_count() or 1
+    started = [subprocess.Popen(command(families, i, n), cwd=ROOT) for i in range(n)]
+    if any([process.wait() for process in started]):
+        raise SystemExit("a case fails without the sanitizer too")
 
 
 def findings(text: str) -> list[str]:
@@ -93,12 +132,12 @@ def findings(text: str) -> list[str]:
     return [report for report in reports if any(name in report for name in OURS)]
 
 
-def run(tool: str, seconds: int) -> bool:
-    command = ["compute-sanitizer", "--tool", tool, sys.executable, __file__, "--child"]
+def run(tool: str, families: list[str], seconds: int) -> bool:
+    watched = ["compute-sanitizer", "--tool", tool, *command(families)]
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     try:
         done = subprocess.run(
-            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=seconds
+            watched, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=seconds
         )
     except FileNotFoundError:
         raise SystemExit("compute-sanitizer is not on the PATH: it comes with CUDA") from None
@@ -120,16 +159,16 @@ def run(tool: str, seconds: int) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tool", choices=TOOLS, action="append")
+    parser.add_argument("--family", choices=tuple(FAMILIES), action="append")
     parser.add_argument("--seconds", type=int, default=600, help="limit for one tool")
-    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--child", type=int, nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    families = options.family or list(FAMILIES)
     if options.child:
-        child()
+        child(families, *options.child)
         return 0
-    from cute_attn.tools.compile import build_ahead
-
-    build_ahead(jobs())
-    clean = [run(tool, options.seconds) for tool in options.tool or TOOLS]
+    compile_ahead(families)
+    clean = [run(tool, families, options.seconds) for tool in options.tool or TOOLS]
     return 0 if all(clean) else 1
 
 

@@ -1,7 +1,6 @@
 """The tools, explain and warmup for the backward, without a GPU: as test_tools.py, test_api.py."""
 
 import math
-import sys
 from contextlib import nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
@@ -448,36 +447,6 @@ def test_profile_prints_its_command(capsys):
     assert script("profile").main(["--print", "--backward"]) == 0
     command = capsys.readouterr().out
     assert "regex:cute_attn_bwd" in command and command.rstrip().endswith("--backward")
-
-
-def test_sanitizer_runs_few_kernels_and_knows_them_all(stand_in):
-    """Under the sanitizer a compile is slow: those of the cases are made before it."""
-    sanitize = script("sanitize")
-    jobs = sanitize.jobs()
-    make = sanitize.tensors
-    sanitize.tensors = lambda case, device: make(case, "cpu")
-    for case in sanitize.cases():
-        sanitize.call(case)
-    assert {(p, c) for p, c, _ in stand_in.built} == set(jobs) and len(jobs) <= 28
-    assert any(c.split_kv for _, c in jobs if isinstance(c, FwdConfig))
-    ours = {(c.wide(p), c.deterministic) for p, c in jobs if isinstance(c, BwdConfig)}
-    assert ours == {(wide, fixed) for wide in (False, True) for fixed in (False, True)}
-
-
-def test_sanitizer_compiles_first_and_fails_where_the_child_does(monkeypatch, capsys, tmp_path):
-    sanitize, calls = script("sanitize"), []
-    tool = tmp_path / "compute-sanitizer"
-    tool.write_text('#!/bin/sh\necho "$@" $PYTORCH_NO_CUDA_MEMORY_CACHING\n$RUN\n')
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    monkeypatch.setattr("cute_attn.tools.compile.build_ahead", calls.append)
-    monkeypatch.setattr(sys, "argv", ["sanitize.py", "--tool", "memcheck"])
-    for command, status in (("echo ran", 0), ("echo crashed", 1)):
-        monkeypatch.setenv("RUN", command)
-        assert sanitize.main() == status
-    assert calls == [sanitize.jobs()] * 2
-    shown = capsys.readouterr().out
-    assert "--tool memcheck" in shown and "--child 1" in shown and "0 in our kernels" in shown
 
 
 TWO_KERNELS = """
