@@ -43,18 +43,23 @@ def of_slope(r):
     return r if usual else r | {"data": f"ramp-{r['slope']:g}"}
 
 
+def kind(r):
+    """What a record timed, apart from others where configs of ours were timed beside each other."""
+    return records.pass_of(r) + " configs" * r.get("impl", "").startswith("ours#")
+
+
 def newest(found):
     """Records without those that a later run of other code has overtaken, cell by cell."""
 
     def key(r):
-        return records.pass_of(r), r["case"], r["data"], "p50_us" in r
+        return kind(r), r["case"], r["data"], "p50_us" in r
 
     latest = {key(r): r.get("source") for r in sorted(found, key=lambda r: r["time"])}
     return [r for r in found if latest[key(r)] == r.get("source")]
 
 
 def of_pass(found, which):
-    return [r for r in found if records.pass_of(r) == which]
+    return [r for r in found if kind(r) == which]
 
 
 def cells(found, names, data):
@@ -180,6 +185,22 @@ def accuracy(found):
     return "\n".join([*heading(here), "", *records.error_table(here)]) + "\n"
 
 
+def deterministic(found):
+    """Of runs that timed it beside the default, all of the main cells."""
+    here, rows, ratios = [], [], []
+    for case in (*cases.CASES["main18"], *cases.CASES["gqa"]):
+        mine = [r for r in found if r["case"] == case.name]
+        default, fixed = (
+            statistics.median([r["tflops"] for r in mine if r["config"]["deterministic"] is flag])
+            for flag in (False, True)
+        )
+        here, ratios = here + mine, [*ratios, fixed / default]
+        rows.append(f"| {case.name} | {default:.0f} | {fixed:.0f} | {fixed / default:.2f} |")
+    lines = [*heading(here), "", "| cell | default | deterministic | ratio |", "|---|---|---|---|"]
+    mean = f"Geometric mean {records.geometric_mean(ratios):.3f}, least {min(ratios):.2f}."
+    return "\n".join([*lines, *rows, "", mean]) + "\n"
+
+
 def support(found):
     from cute_attn.tools import support  # takes torch, which the other tables do without
 
@@ -199,6 +220,8 @@ TABLES = {  # name -> the pass, and the table of its records
     "bwd_compact": ("bwd", compact),
     "bwd_main": ("bwd", lambda found: full(found, "main18", "normal")),
     "bwd_gqa": ("bwd", lambda found: full(found, "gqa", "normal")),
+    "bwd_deterministic": ("bwd configs", deterministic),
+    "sm80_bwd": ("bwd_sm80", lambda found: full(found, "main18", "normal")),
     "bwd_extra": ("bwd", lambda found: full(found, "extra", "normal")),
     "bwd_tuning": ("bwd", lambda found: full(found, "tuning", "normal")),
     "fp8_compact": ("fwd_fp8", compact),
