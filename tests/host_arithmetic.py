@@ -9,7 +9,6 @@ from cutlass import BFloat16, Float32, Int32, const_expr
 
 from cute_attn.kernels.common import bwd_walk
 from cute_attn.kernels.common.bwd_rows import score, store_statistics
-from cute_attn.kernels.common.bwd_walk import last_block
 from cute_attn.kernels.common.mask import first_full_block, keys_seen, kv_block_end
 from cute_attn.kernels.hopper import bwd, bwd_mainloop
 from cute_attn.kernels.hopper.bwd_operands import Smem
@@ -61,20 +60,22 @@ class BackwardArithmetic:
         self.problem, self.cfg = self.kernel.problem, self.kernel.cfg
 
     @cute.jit
-    def __call__(self, mQ: cute.Tensor, mK: cute.Tensor, tiles: cute.Tensor, last: cute.Tensor):
+    def __call__(self, mQ: cute.Tensor, mK: cute.Tensor, tiles: cute.Tensor, turns: cute.Tensor):
         """tiles (n, 4): n_block, kv_head, batch and the first block of queries that sees a key, of
-        index 0 .. n - 1. last (1, blocks of queries): last_block of each. On 8 multiprocessors."""
+        index 0 .. n - 1. turns (n, blocks of queries): its turn at each, if the tile has a turn
+        there. On 8 multiprocessors."""
         mQ, mK = [
             cute.make_tensor(t.iterator, cute.select(t.layout, mode=[1, 3, 2, 0])) for t in (mQ, mK)
         ]
-        shape = bwd_walk.shape_of(self.cfg, mQ, mK, last.shape[1], Int32(8), Int32(ALL), Int32(1))
+        shape = bwd_walk.shape_of(self.cfg, mQ, mK, turns.shape[1], Int32(8), Int32(ALL), Int32(1))
         for i in cutlass.range(tiles.shape[0]):
             tile = bwd_walk.tile_at(self.cfg, self.problem.causal, shape, Int32(i))
             begin = shape.m_blocks - tile.blocks // shape.q_per_kv
             for j, x in enumerate((*tile[:3], begin)):
                 tiles[i, j] = x
-        for m in cutlass.range(last.shape[1]):
-            last[0, m] = last_block(self.cfg, self.problem.causal, shape, Int32(m))
+            for m in cutlass.range(turns.shape[1]):
+                of_tile = self.cfg, self.problem.causal, shape, tile
+                turns[i, m] = bwd_walk.turn_of(*of_tile, Int32(m))
 
 
 class Walk:
@@ -105,10 +106,10 @@ class Walk:
             tiles[0, j] = x
         head, m = tile.head, tile.m
         for i in cutlass.range(tile.blocks):
-            before = bwd_walk.before(self.cfg, shape, tile, head, m)
+            before = bwd_walk.before(shape, tile, head, m)
             for j, x in enumerate((head, m, *before)):
                 visits[i, j] = x
-            head, m = bwd_walk.following(self.cfg, shape, tile, head, m)
+            head, m = bwd_walk.following(shape, tile, head, m)
 
 
 class Statistics:

@@ -170,16 +170,17 @@ def test_every_part_of_dq_has_its_turn(dim, causal):
     for seqlen_q, seqlen_k in [*shapes, (9000, 9000)]:  # of the last few heads at a time
         batch, heads = pick.randint(1, 3), pick.randint(1, 4)
         m_blocks, n_blocks = -(-seqlen_q // rows), -(-seqlen_k // keys)
+        group = pick.choice((1, 1, 3))
         tiles = torch.full((n_blocks * heads * batch + 3, 4), -7, dtype=torch.int32)
-        last = torch.full((1, m_blocks), -7, dtype=torch.int32)
-        q, k = (sized(batch, s, heads, dim) for s in (seqlen_q, seqlen_k))
-        function(q, k, tiles, last)
+        turns = torch.full((len(tiles), m_blocks), -7, dtype=torch.int32)
+        q, k = sized(batch, seqlen_q, heads * group, dim), sized(batch, seqlen_k, heads, dim)
+        function(q, k, tiles, turns)
         assert (tiles[-3:, 0] == -1).all()
         tiles = tiles[:-3]
         added = torch.zeros(batch, heads, m_blocks, dtype=torch.int32)
-        for n, head, b, begin in tiles.tolist():
-            assert 0 <= begin < m_blocks
-            assert (added[b, head, begin:] == last[0, begin:] - n).all()
+        for (n, head, b, begin), turn in zip(tiles.tolist(), turns, strict=False):
+            assert 0 <= begin < m_blocks and n < n_blocks
+            assert (added[b, head, begin:] == turn[begin:]).all()
             added[b, head, begin:] += 1
         seen = [len(visible(min((m + 1) * rows, seqlen_q) - 1, seqlen_q, seqlen_k, causal))
                 for m in range(m_blocks)]  # fmt: skip
@@ -196,7 +197,7 @@ def test_tiles_are_taken_longest_first():
         q, k = sized(1, seqlen, q_per_kv * heads, 128), sized(1, seqlen, heads, 128)
         n_blocks = seqlen // 128
         tiles = torch.zeros(n_blocks * heads, 4, dtype=torch.int32)
-        function(q, k, tiles, torch.zeros(1, seqlen // 64, dtype=torch.int32))
+        function(q, k, tiles, torch.zeros(len(tiles), seqlen // 64, dtype=torch.int32))
         for i, group in enumerate(tiles.split(n_blocks * together)):
             begins = group[:, 3].tolist()
             assert begins == sorted(begins)
@@ -214,8 +215,8 @@ def walk(function, q, k, index, whole=ALL, parts=1):
 
 def test_a_tile_visits_its_blocks_once():
     """All heads of a block after one another, and from the last block on where heads share keys,
-    but in the order of the turns; and what was before a block is what it follows. Where CTAs share
-    a tile, its parts after one another make the same walk."""
+    and what was before a block is what it follows. Where CTAs share a tile, its parts after one
+    another make the same walk."""
     for causal, deterministic in itertools.product((False, True), repeat=2):
         problem, config = Problem("bf16", 128, 128, causal), BwdConfig(deterministic=deterministic)
         function = compile_walk(problem, config)
@@ -223,9 +224,10 @@ def test_a_tile_visits_its_blocks_once():
             q, k = sized(1, 300, heads * group, 128), sized(1, 200, heads, 128)
             for index in range(2 * heads):
                 (n, head, share), got = walk(function, q, k, index)
+                assert n == (1 - index // heads if deterministic and group == 1 else index // heads)
                 begin = max(128 * n + 100, 0) // 64 if causal else 0
                 blocks = range(begin, 5)
-                if group > 1 and not deterministic:
+                if group > 1:
                     blocks = reversed(blocks)
                 want = [(head * group + g, m) for m in blocks for g in range(group)]
                 assert [(h, m) for h, m, _, _ in got] == want and share < 0

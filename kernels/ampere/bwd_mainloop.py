@@ -106,7 +106,7 @@ class Worker:
             self.load_do(v, Int32(0))
 
     def following(self, v: Visit) -> Visit:
-        return Visit(*bwd_walk.following(self.cfg, self.shape, self.tile, v.head, v.m))
+        return Visit(*bwd_walk.following(self.shape, self.tile, v.head, v.m))
 
     # Matrix products
 
@@ -304,10 +304,10 @@ class Worker:
 
     @cute.jit
     def add_in_turn(self, acc: cute.Tensor, v: Visit):
-        """After the blocks of keys behind this one. Of tiles that are not done the one with the
-        lowest ticket waits for none, as all tiles before it in a head's order have lower ones."""
-        turn = bwd_walk.last_block(self.cfg, self.problem.causal, self.shape, v.m)
-        turn = turn - self.tile.n_block
+        """After those of other blocks of keys whose turn is before. Of tiles that are not done the
+        one with the lowest ticket waits for none, as all tiles before it in a head's order have
+        lower ones."""
+        turn = bwd_walk.turn_of(self.cfg, self.problem.causal, self.shape, self.tile, v.m)
         if self.tidx == 0:
             bwd_walk.wait_until(self.counter_of(v), turn)
         cute.arch.barrier()
@@ -430,7 +430,7 @@ class Worker:
         stage, blocks = Int32(0), tile.blocks
         for i in cutlass.range(blocks, unroll=1):
             self.block(Visit(head, m), stage, i + 1 < blocks)
-            head, m = bwd_walk.following(cfg, shape, tile, head, m)
+            head, m = bwd_walk.following(shape, tile, head, m)
             stage = 1 - stage
 
     @cute.jit

@@ -81,11 +81,11 @@ def _queries(cfg, x: Inputs, smem: Smem, pipes, shape: Shape, tile: Tile, at, do
     """All of a tile's blocks but the first, where that is done."""
     head, m = tile.head, tile.m
     if done > 0:
-        head, m = bwd_walk.following(cfg, shape, tile, head, m)
+        head, m = bwd_walk.following(shape, tile, head, m)
     for _ in cutlass.range(done, tile.blocks, unroll=1):
         _block(cfg, x, smem, pipes, tile, head, m, at)
         at.advance()
-        head, m = bwd_walk.following(cfg, shape, tile, head, m)
+        head, m = bwd_walk.following(shape, tile, head, m)
     return at
 
 

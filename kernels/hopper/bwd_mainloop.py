@@ -364,8 +364,8 @@ class Consumer:
             acc_dQ = self.gradients(now, written, tile, m)
             warpgroup.wait_group(1)  # all but dK
             self.pipes.do.consumer_release(now)
-            before = bwd_walk.before(cfg, shape, tile, head, m)
-            head, m = bwd_walk.following(cfg, shape, tile, head, m)
+            before = bwd_walk.before(shape, tile, head, m)
+            head, m = bwd_walk.following(shape, tile, head, m)
             written.advance()
             if i > 0:  # after all that takes registers: those of dQ are not free for long
                 self.add_dq(acc_dQ, tile, *before)
@@ -378,7 +378,7 @@ class Consumer:
         acc_dQ = self.dq_of(before)
         warpgroup.wait_group(0)
         self.pipes.k.consumer_release(keys)
-        self.add_dq(acc_dQ, tile, *bwd_walk.before(cfg, shape, tile, head, m))
+        self.add_dq(acc_dQ, tile, *bwd_walk.before(shape, tile, head, m))
         return Rings(now, written)
 
     @cute.jit

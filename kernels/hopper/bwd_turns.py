@@ -11,17 +11,13 @@ it, so that consumers neither poll nor wait until their reductions have reached 
     ADDED_BARRIER        <-   end_turn
     counter = turn + 1, when they are done
 
-Why nobody waits for ever: the last block of keys is the first to be added, its tile has the lowest
-index of the head (common/bwd_walk.py, tile_at), and a tile waits for lower indices only. Tiles are
-tickets, drawn in the order of their index by CTAs that run, and a CTA works on its own in that
-order: of the tiles that are not done, the one with the lowest index is worked on, and waits for
-none. So a CTA's first tile is a ticket too. Were it that of the CTA's index, others would wait for
-a CTA that finds no room beside them, as where other work keeps some multiprocessors. (The wide
-kernel has a CTA per tile, which the hardware starts in the order of their index.)
-
-Why the last block first: with a causal mask a CTA begins at the first queries that see its keys,
-which no later keys share, and the CTAs of later keys are ahead of it when it comes to theirs. From
-the first block on, a CTA would begin by waiting for one that has all earlier queries before it.
+Why nobody waits for ever: of the tiles of a head, the first to add has the lowest index, the next
+one the next (common/bwd_walk.py), and a tile waits for lower indices only. Tiles are tickets, drawn
+in the order of their index by CTAs that run, and a CTA works on its own in that order: of the tiles
+that are not done, the one with the lowest index is worked on, and waits for none. So a CTA's first
+tile is a ticket too. Were it that of the CTA's index, others would wait for a CTA that finds no
+room beside them, as where other work keeps some multiprocessors. (The wide kernel has a CTA per
+tile, which the hardware starts in the order of their index.)
 """
 
 import cutlass
@@ -29,7 +25,7 @@ import cutlass.cute as cute
 from cutlass import Int32, pipeline
 
 from cute_attn.config import TURN_WORDS
-from cute_attn.kernels.common.bwd_walk import Shape, Tile, last_block, wait_until
+from cute_attn.kernels.common.bwd_walk import Shape, Tile, following, turn_of, wait_until
 from cute_attn.kernels.hopper import bwd_tickets
 from cute_attn.kernels.hopper.bwd_operands import Smem
 
@@ -55,20 +51,20 @@ def keep_order(
 @cute.jit
 def keep_order_of(cfg, causal: cutlass.Constexpr[bool], x, shape: Shape, tile: Tile, wg: Int32):
     """Of one tile."""
-    for m in cutlass.range(tile.m, shape.m_blocks, unroll=1):
-        turn = last_block(cfg, causal, shape, m) - tile.n_block
-        for g in cutlass.range(shape.q_per_kv, unroll=1):
-            words = x.statistics[None, None, tile.kv_head * shape.q_per_kv + g, tile.batch]
-            counter = counter_of(cfg, words[None, m], wg)
-            with cute.arch.elect_one():
-                wait_until(counter, turn)
-            cute.arch.sync_warp()
-            cute.arch.barrier_arrive(barrier_id=TURN_BARRIER + wg, number_of_threads=THREADS)
-            cute.arch.barrier(barrier_id=ADDED_BARRIER + wg, number_of_threads=THREADS)
-            # The barrier orders the warpgroup's reductions before this store, and a release is
-            # cumulative: reductions after the acquire that reads it come after them.
-            with cute.arch.elect_one():
-                cute.arch.store(counter, turn + 1, sem="release", scope="gpu")
+    head, m = tile.head, tile.m
+    for _ in cutlass.range(tile.blocks, unroll=1):
+        turn = turn_of(cfg, causal, shape, tile, m)
+        counter = counter_of(cfg, x.statistics[None, m, head, tile.batch], wg)
+        with cute.arch.elect_one():
+            wait_until(counter, turn)
+        cute.arch.sync_warp()
+        cute.arch.barrier_arrive(barrier_id=TURN_BARRIER + wg, number_of_threads=THREADS)
+        cute.arch.barrier(barrier_id=ADDED_BARRIER + wg, number_of_threads=THREADS)
+        # The barrier orders the warpgroup's reductions before this store, and a release is
+        # cumulative: reductions after the acquire that reads it come after them.
+        with cute.arch.elect_one():
+            cute.arch.store(counter, turn + 1, sem="release", scope="gpu")
+        head, m = following(shape, tile, head, m)
 
 
 def counter_of(cfg, words: cute.Tensor, wg: Int32) -> cute.Pointer:

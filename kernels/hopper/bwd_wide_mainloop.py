@@ -150,12 +150,12 @@ class Consumer(bwd_mainloop.Consumer):
             self.issue_gradient(operand, now)
             warpgroup.wait_group(1)  # dQ
             if i > 0:
-                self.add_dq(acc_dQ, tile, *bwd_walk.before(cfg, shape, tile, head, m))
+                self.add_dq(acc_dQ, tile, *bwd_walk.before(shape, tile, head, m))
             acc = self.scores()
             self.issue_scores(acc, ahead)
             warpgroup.wait_group(1)  # the gradient
             self.release(now)
-            head, m = bwd_walk.following(cfg, shape, tile, head, m)
+            head, m = bwd_walk.following(shape, tile, head, m)
             self.weigh(acc, operand, now, ahead, tile, m)
             now.advance()
             ahead.advance()
@@ -163,7 +163,7 @@ class Consumer(bwd_mainloop.Consumer):
         self.issue_gradient(operand, now)
         warpgroup.wait_group(1)  # dQ
         if blocks > 1:
-            self.add_dq(acc_dQ, tile, *bwd_walk.before(cfg, shape, tile, head, m))
+            self.add_dq(acc_dQ, tile, *bwd_walk.before(shape, tile, head, m))
         self.pipes.ds.consumer_wait(now)
         acc_dQ = self.dq_of(now)
         warpgroup.wait_group(0)
