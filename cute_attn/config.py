@@ -202,7 +202,7 @@ class AmpereConfig:
         for name, allowed in (
             ("tile_m", range(16, 257, 16)),
             ("tile_n", range(16, 257, 16)),
-            ("warps", (1, 2, 4, 8)),
+            ("warps", (2, 4, 8)),
             ("kv_stages", range(2, 9)),
             ("ctas", range(1, 9)),
             ("l2_mb", range(1, 1025)),

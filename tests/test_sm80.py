@@ -49,6 +49,12 @@ def test_value_of_the_wrong_type(field, value):
         replace(AmpereConfig(), **{field: value})
 
 
+def test_one_warp_would_copy_rows_to_places_of_others():
+    """32 threads copy 4 rows of 128 bytes at a time; places are permuted with a period of 8."""
+    with pytest.raises(ValueError, match="config.warps is 1: allowed are 2, 4, 8"):
+        AmpereConfig(16, 64, warps=1)
+
+
 def test_limits():
     wide, config = Problem("bf16", 256, 256), AmpereConfig(128, 32, warps=8)
     assert config.smem_bytes(wide) == 2 * 256 * (128 + 2 * 2 * 32)

@@ -24,7 +24,9 @@ class Source(NamedTuple):
 
 def rows_at_once(layout: TileLayout, threads: int) -> int:
     """By all threads, a chunk each of one panel."""
-    return threads * CHUNK // layout.panel
+    rows = threads * CHUNK // layout.panel
+    assert rows % 8 == 0, "rows that a thread has in turn must be permuted alike"
+    return rows
 
 
 @cute.jit
