@@ -208,16 +208,19 @@ class AmpereConfig:
             ("l2_mb", range(1, 1025)),
         ):
             _check_allowed(self, name, allowed)
-        if self.tile_m % (16 * self.warps):
-            raise ValueError(
-                f"config.tile_m is {self.tile_m}: allowed are the multiples of {16 * self.warps} "
-                "(16 rows a warp)"
-            )
+        if self.tile_m % (16 * self.row_warps):
+            rows = f"allowed are the multiples of {16 * self.row_warps} (16 rows a warp)"
+            raise ValueError(f"config.tile_m is {self.tile_m}: {rows}")
+
+    @property
+    def row_warps(self) -> int:
+        """Among which the rows are divided."""
+        return self.warps
 
     @property
     def m_tiles(self) -> int:
         """Of 16 rows, that a warp has."""
-        return self.tile_m // (16 * self.warps)
+        return self.tile_m // (16 * self.row_warps)
 
     @property
     def threads(self) -> int:
@@ -229,12 +232,10 @@ class AmpereConfig:
         each = min(255, 65536 // (self.threads * self.ctas) // 8 * 8)
         return each, each
 
-    def parts(self, problem: Problem) -> int:
-        """Into how many parts the keys are split: they are not."""
+    def parts(self, problem: Problem) -> int:  # as of FwdConfig, and launches
         return 1
 
     def launches(self, problem: AnyProblem) -> tuple[AnyProblem, ...]:
-        """What one call takes."""
         return (problem,)
 
     def smem_bytes(self, problem: Problem, itemsize: int = 2) -> int:

@@ -19,12 +19,13 @@ def shared(dtype, address: Int32, n: int) -> cute.Tensor:
 
 
 @cute.jit
-def put(layout: TileLayout, to: Int32, acc_O: cute.Tensor, coords: cute.Tensor, dtype):
-    """acc_O in 16 bits into the tile at the address `to`, a pair of columns at a time."""
+def put(layout: TileLayout, to: Int32, acc_O: cute.Tensor, coords: cute.Tensor, dtype, step=0):
+    """acc_O in 16 bits into the tile at the address `to`, from column 16 * step on, a pair of
+    columns at a time."""
     O, C = acc_as_rows(acc_O), acc_as_rows(coords)
     for r in cutlass.range_constexpr(cute.size(O, mode=[0])):
         row, col = C[r, 0]
-        start = to + layout.at(row, Int32(0)) + col % CHUNK * 2
+        start = layout.step(to + layout.at(row, Int32(0)) + col % CHUNK * 2, step)
         for c in cutlass.range_constexpr(0, cute.size(O, mode=[1]), 2):
             pair = cute.make_rmem_tensor(2, Float32)
             pair[0], pair[1] = O[r, c], O[r, c + 1]

@@ -31,6 +31,8 @@ def reordered(t: cute.Tensor, modes: list[int]) -> cute.Tensor:
 
 
 class ForwardSm80:
+    worker_class = mainloop.Worker
+
     def __init__(self, problem: Problem, config: AmpereConfig):
         self.problem, self.cfg = problem.static(), config
         self.dtype = DTYPES[problem.dtype]
@@ -60,7 +62,7 @@ class ForwardSm80:
         x = Inputs(*[reordered(t, ROWS) for t in (mQ, mK, mV, mO)], reordered(mLSE, LSE))
         shape = self.shape(x)
         self.kernel(x, shape, softmax_scale * LOG2_E).launch(
-            grid=(shape.m_blocks * shape.head_batches, 1, 1),
+            grid=(self.ctas(shape), 1, 1),
             block=(self.cfg.threads, 1, 1),
             stream=stream,
             min_blocks_per_mp=self.cfg.ctas,
@@ -75,6 +77,9 @@ class ForwardSm80:
         group, tail = schedule.groups(self.cfg.l2_mb, heads, q_per_kv, head_bytes)
         m_blocks = cute.ceil_div(seqlen_q, self.cfg.tile_m)
         return Shape(seqlen_q, x.gK.shape[0], heads_q, q_per_kv, m_blocks, heads, group, tail)
+
+    def ctas(self, shape: Shape) -> Int32:
+        return shape.m_blocks * shape.head_batches
 
     @cute.kernel
     def kernel(self, x: Inputs, shape: Shape, scale_log2: Float32):
@@ -95,13 +100,13 @@ class ForwardSm80:
         keys = lane % 8 + lane // 16 * 8
         kv = None, None, tile.kv_head, tile.batch
         atom = warp.MmaF16BF16Op(self.dtype, Float32, (16, 8, 16))
-        mma = cute.make_tiled_mma(atom, (cfg.warps, 1, 1))
+        mma = cute.make_tiled_mma(atom, (cfg.row_warps, 1, 1))
         cS = mma.get_slice(tidx).partition_C(cute.make_identity_tensor((cfg.tile_m, cfg.tile_n)))
         rQ = None
         if cutlass.const_expr(cfg.q_in_regs):
             steps = problem.head_dim // products.STEP
             rQ = cute.make_rmem_tensor((8, cfg.m_tiles, steps), self.dtype)
-        return mainloop.Worker(
+        return self.worker_class(
             cfg,
             problem,
             x,
@@ -115,18 +120,25 @@ class ForwardSm80:
             base + smem.q.at(row, lane // 16),
             base + smem.k_start + smem.k.at(keys, lane // 8 % 2),
             base + smem.v_start + smem.v.at(lane % 16, lane // 16),
-            make_lazy_softmax(problem, scale_log2, 2 * cfg.m_tiles, cfg.exact_max),
+            self.softmax(scale_log2),
             rQ,
             products.accumulator(cfg.m_tiles, problem.tile_dim_v),
             grouped(cS),
             tidx,
         )
 
+    def softmax(self, scale_log2: Float32):
+        cfg = self.cfg
+        return make_lazy_softmax(self.problem, scale_log2, 2 * cfg.m_tiles, cfg.exact_max)
+
 
 def compile_fwd(problem: Problem, config: AmpereConfig, options: str = ""):
     """Compile for the target that options name; needs no GPU and no torch. Sizes, head counts,
     head dims within their class and strides stay run-time values."""
-    kernel = ForwardSm80(problem, config)
+    return compiled(ForwardSm80(problem, config), options)
+
+
+def compiled(kernel: ForwardSm80, options: str):
     b, sq, sk, hq, hk, d, dv = (cute.sym_int32() for _ in range(7))
 
     def tensor(s, h, width):

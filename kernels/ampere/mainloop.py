@@ -52,6 +52,21 @@ class Worker:
     cS: cute.Tensor  # (row, col) of every score this thread owns
     tidx: Int32
 
+    @property
+    def keys(self) -> int:
+        """Of a block, that this warp reads."""
+        return self.cfg.tile_n
+
+    @property
+    def cO(self) -> cute.Tensor:
+        """(row, col) of O: rows, and columns modulo 8."""
+        return self.cS
+
+    @property
+    def o_step(self) -> int:
+        """The first column of acc_O over 16."""
+        return 0
+
     # Loads
 
     @cute.jit
@@ -85,7 +100,7 @@ class Worker:
     def fetch_q(self, to: cute.Tensor, k: cutlass.Constexpr[int]):
         """Step k of Q as A operands, (8, m-tiles)."""
         for m in cutlass.range_constexpr(self.cfg.m_tiles):
-            down = m * self.cfg.warps * STEP * self.smem.q.pitch
+            down = m * self.cfg.row_warps * STEP * self.smem.q.pitch
             ptx.ldmatrix(to[None, m], self.smem.q.step(self.at_q, k) + down)
 
     @cute.jit
@@ -121,7 +136,7 @@ class Worker:
                 self.fetch_q(A, k)
             else:
                 A = self.rQ[None, None, k]
-            for n in cutlass.range_constexpr(self.cfg.tile_n // STEP):
+            for n in cutlass.range_constexpr(self.keys // STEP):
                 B = cute.make_rmem_tensor(8, dtype)
                 ptx.ldmatrix(B, layout.step(K, k) + n * STEP * layout.pitch)
                 for m in cutlass.range_constexpr(self.cfg.m_tiles):
@@ -129,12 +144,18 @@ class Worker:
                         mma(acc_S, m, 2 * n + half, A[None, m], B, half)
 
     @cute.jit
-    def add_values(self, acc_S: cute.Tensor, stage: Int32, narrow: cutlass.Constexpr[bool]):
+    def add_values(
+        self,
+        acc_S: cute.Tensor,
+        acc_O: cute.Tensor,
+        stage: Int32,
+        narrow: cutlass.Constexpr[bool],
+    ):
         """O += P V. Scores become weights where they are used, 16 keys at a time, so that exp and
         matrix products overlap."""
         V, layout = self.at_v + stage * self.smem.v.bytes, self.smem.v
         S, dtype = acc_as_operand_a(acc_S), self.x.gV.element_type
-        for k in cutlass.range_constexpr(self.cfg.tile_n // STEP):
+        for k in cutlass.range_constexpr(self.keys // STEP):
             P = cute.make_rmem_tensor((8, self.cfg.m_tiles), dtype)
             for m in cutlass.range_constexpr(self.cfg.m_tiles):
                 if const_expr(self.sees(m, k, narrow)):
@@ -146,7 +167,7 @@ class Worker:
                 ptx.ldmatrix(B, layout.step(V, n) + k * STEP * layout.pitch, transpose=True)
                 for m in cutlass.range_constexpr(self.cfg.m_tiles):
                     for half in cutlass.range_constexpr(2 * self.sees(m, k, narrow)):
-                        mma(self.acc_O, m, 2 * n + half, P[None, m], B, half)
+                        mma(acc_O, m, 2 * n + half, P[None, m], B, half)
 
     # The algorithm
 
@@ -195,13 +216,13 @@ class Worker:
         narrow: cutlass.Constexpr[bool],
     ):
         """S = Q K^T, softmax, O += P V. narrow: the last m-tile alone reads all keys."""
-        acc_S = accumulator(self.cfg.m_tiles, self.cfg.tile_n)
+        acc_S = accumulator(self.cfg.m_tiles, self.keys)
         self.scores(acc_S, stage, narrow)
         self.load_next(block, stage)  # while the last products are on their way
         if const_expr(masked):
             self.mask(acc_S, block)
         self.softmax.look(acc_S, self.acc_O)
-        self.add_values(acc_S, stage, narrow)
+        self.add_values(acc_S, self.acc_O, stage, narrow)
 
     @cute.jit
     def mask(self, acc_S: cute.Tensor, block: Int32):
@@ -240,7 +261,7 @@ class Worker:
         output.normalise(O, norm)
         if const_expr(smem.q.width != smem.o.width):  # else a warp's rows of O lie in those of Q
             cute.arch.barrier()
-        epilogue.put(smem.o, self.base, O, self.cS, x.gO.element_type)
+        epilogue.put(smem.o, self.base, O, self.cO, x.gO.element_type, self.o_step)
         cute.arch.barrier()
         gO = x.gO[None, None, self.tile.head, self.tile.batch]
         epilogue.store(smem.o, self.cfg.threads, self.base, gO, self.rows.first, self.tidx)
