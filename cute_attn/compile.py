@@ -29,6 +29,7 @@ from cute_attn.config import (
     QuantizeConfig,
     TransposeConfig,
 )
+from cute_attn.config_v1 import V1Config
 from cute_attn.problem import Problem
 
 Kernel = Callable[..., Any]
@@ -40,6 +41,7 @@ AnyConfig = Config | QuantizeConfig | TransposeConfig
 DSL_ARCH = {"sm90": "sm_90a", "sm80": "sm_80"}
 BUILDERS = {"sm90": "cute_attn.kernels.hopper.fwd:compile_fwd"}
 AMPERE_BUILDERS = {"sm80": "cute_attn.kernels.ampere.fwd:compile_fwd"}
+V1_BUILDERS = {"sm80": "cute_attn.kernels.ampere.v1:compile_v1"}
 AMPERE_BACKWARD_BUILDERS = {"sm80": "cute_attn.kernels.ampere.bwd:compile_bwd"}
 FP8_BUILDERS = {"sm90": "cute_attn.kernels.hopper.fp8_fwd:compile_fp8_fwd"}
 BACKWARD_BUILDERS = {"sm90": "cute_attn.kernels.hopper.bwd:compile_bwd"}
@@ -229,6 +231,7 @@ def builder(config: AnyConfig, arch: str) -> str:
     table = BUILDERS
     for kind, builders in (
         (AmpereConfig, AMPERE_BUILDERS),
+        (V1Config, V1_BUILDERS),
         (BwdConfig, BACKWARD_BUILDERS),
         (AmpereBwdConfig, AMPERE_BACKWARD_BUILDERS),
         (Fp8Config, FP8_BUILDERS),

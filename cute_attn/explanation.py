@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from cute_attn import compile as jit
 from cute_attn import launch
 from cute_attn.config import AmpereConfig, FwdConfig
+from cute_attn.config_v1 import V1Config
 from cute_attn.problem import Fp8Problem, Problem
 
 if TYPE_CHECKING:
@@ -79,6 +80,8 @@ def explained(
     parts, launches = c.parts(p), c.launches(p)
     empty = 0 in (p.batch, p.seqlen_q, p.seqlen_k, p.heads_q)
     tiles = 0 if empty else -(-p.seqlen_q // c.tile_m) * p.heads_q * p.batch * parts
+    rows_walked = isinstance(c, V1Config) and c.walk_rows
+    ctas = min(tiles, p.heads_q * p.batch) if rows_walked else tiles
     persistent, arch = c.schedule != "grid", target.partition(":")[0]
     states = ["not compiled" if arch == "cpu" else jit.state(each, c, target) for each in launches]
     return Explanation(
@@ -90,7 +93,7 @@ def explained(
         c.threads,
         parts,
         tiles,
-        min(tiles, launch.multiprocessors(device) or _DEFAULT_SMS) if persistent else tiles,
+        min(tiles, launch.multiprocessors(device) or _DEFAULT_SMS) if persistent else ctas,
         copies,
         min(states, key=lambda state: _STATES.index(state[:12])),
         quantise,

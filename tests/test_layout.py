@@ -28,7 +28,7 @@ FORBIDDEN = {
     "kernels/hopper": ("torch", "cute_attn.kernels.ampere"),
     "kernels/ampere": ("torch", "cute_attn.kernels.hopper"),
     "cute_attn/problem.py": ("torch", "cutlass", "cute_attn.kernels"),
-    "cute_attn/config.py": ("torch", "cutlass", "cute_attn.kernels"),
+    "cute_attn/config": ("torch", "cutlass", "cute_attn.kernels"),
     "cute_attn/tuning": ("torch", "cutlass", "cute_attn.kernels"),
     "cute_attn/reference": ("cutlass", "cute_attn.kernels"),
     "cute_attn/autograd.py": ("cutlass", "cute_attn.kernels"),
@@ -43,12 +43,19 @@ ALLOWED = {
     "kernels": (
         "cute_attn.problem",
         "cute_attn.config",
+        "cute_attn.config_v1",
         "cute_attn.score_mods",
         "cute_attn.kernels",
     ),
     "cute_attn/problem.py": (),
     "cute_attn/config.py": ("cute_attn.problem",),
-    "cute_attn/tuning": ("cute_attn.problem", "cute_attn.config"),
+    "cute_attn/config_v1.py": ("cute_attn.problem", "cute_attn.config"),
+    "cute_attn/tuning": (
+        "cute_attn.problem",
+        "cute_attn.config",
+        "cute_attn.config_v1",
+        "cute_attn.tuning_sm80",
+    ),
 }
 # who -> what it must not import when it is imported (inside a function is fine)
 LAZY = {
