@@ -20,10 +20,10 @@ from pathlib import Path
 
 sys.path.pop(0)  # scripts/ has a profile.py, as Python has
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from cute_attn.tools import cases, records
+from cute_attn.tools import cases, peers_v1, records
 from cute_attn.tools.records import ROOT
 
-PLACES = ("README.md", "docs/measured.md")
+PLACES = ("README.md", "docs/measured.md", "docs/flash_attention_2.md")
 MARKERS = re.compile(r"(<!-- report:(\w+) -->\n)(.*?)(<!-- /report -->)", re.S)
 PEERS = ("cudnn", "fa2", "fa3", "fa4", "bf16", "quantise+ours")
 DATA_NAME = {
@@ -207,6 +207,39 @@ def support(found):
     return support.table()
 
 
+def v1v2(found):
+    """What FlashAttention-2 changed: v2's rate, and how many times as long it takes with a change
+    undone."""
+    kept = "v2"
+    undone = [name for name in peers_v1.NAMES if name != kept]
+    rows, gains = [], {}
+    for case in cases.CASES[peers_v1.CASE_SET]:
+        here = [r for r in of_names(found, [case.name]) if r["data"] == "normal"]
+        ms = {i: [r["p50_ms"] for r in here if r["impl"] == i] for i in peers_v1.NAMES}
+        ms = {impl: statistics.median(times) for impl, times in ms.items() if times}
+        if kept not in ms:
+            continue
+        gain = {impl: ms[impl] / ms[kept] for impl in undone if impl in ms}
+        gains.setdefault(case.batch, []).append(gain)
+        rate = case.flops() / ms[kept] * 1e-9
+        rows.append(f"| {case.name} | {rate:.0f} | {times_of(gain, undone)} |")
+    if not rows:
+        return NOTHING
+    names = [c.name for c in cases.CASES[peers_v1.CASE_SET]]
+    head = ["cell", kept, *(f"{kept} / {impl}" for impl in undone)]
+    lines = [*heading(of_names(found, names)), "", "| " + " | ".join(head) + " |"]
+    lines += ["|---" * len(head) + "|", *rows]
+    for batch, group in gains.items():
+        means = {i: records.geometric_mean(g[i] for g in group if i in g) for i in undone}
+        means = {impl: mean for impl, mean in means.items() if mean == mean}
+        lines.append(f"| geometric mean, batch {batch} | | {times_of(means, undone)} |")
+    return "\n".join(lines) + "\n"
+
+
+def times_of(gain, impls):
+    return " | ".join(f"{gain[impl]:.2f}×" if impl in gain else "-" for impl in impls)
+
+
 STEPS = "TFLOP/s of forward and backward through autograd, the host's time included,"
 TABLES = {  # name -> the pass, and the table of its records
     "compact": ("fwd", compact),
@@ -217,6 +250,7 @@ TABLES = {  # name -> the pass, and the table of its records
     "tuning": ("fwd", lambda found: full(found, "tuning", "normal")),
     "host": ("fwd", host),
     "sm80_main": ("fwd_sm80", lambda found: full(found, "main18", "normal")),
+    "v1v2": ("fwd_sm80", v1v2),
     "bwd_compact": ("bwd", compact),
     "bwd_main": ("bwd", lambda found: full(found, "main18", "normal")),
     "bwd_gqa": ("bwd", lambda found: full(found, "gqa", "normal")),

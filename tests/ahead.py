@@ -11,10 +11,13 @@ from dataclasses import replace
 import torch
 from helpers import BF16, FP16, HEAD_DIMS, sweep_causal
 
-from cute_attn import backward, launch, quantize_launch, tuning, tuning_fp8, tuning_sm80
+from cute_attn import backward, launch, quantize_launch, tuning, tuning_fp8, tuning_sm80, tuning_v1
 from cute_attn import compile as jit
 from cute_attn.config import QuantizeConfig, TransposeConfig
+from cute_attn.config_v1 import HEAD_DIMS as HEAD_DIMS_V1
+from cute_attn.config_v1 import V1Config
 from cute_attn.problem import DTYPES, Fp8Problem, Problem
+from cute_attn.tools import peers_v1
 from cute_attn.tools.compile import build_ahead, describe
 
 FEW_TESTS = 20  # that compile what they need by themselves
@@ -122,6 +125,32 @@ def quantize_jobs():
     return found + [(Problem("bf16", 16, dv), TransposeConfig()) for dv in (16, 64, 96, 128, 256)]
 
 
+def v1_config(name, d, chip="sm_80"):
+    """What the bench times under this name."""
+    return tuning_v1.pick(Problem("bf16", d, d), chip, **peers_v1.changes(name))
+
+
+def v1_tiles(name):
+    """Other tiles for head dim 64."""
+    split = ((16, 128, 4), (32, 64, 2), (48, 64, 4)), ((64, 64, 4), (128, 32, 8))
+    changes = peers_v1.changes(name)
+    return [V1Config(m, n, w, 3, **changes) for m, n, w in split[not changes["split_keys"]]]
+
+
+def v1_jobs(chip):
+    """Of test_v1.py."""
+    found = []
+    for name in peers_v1.UNDONE:
+        for causal in (False, True):
+            found += [
+                (problem(t, d, d, causal), v1_config(name, d, chip))
+                for t in (BF16, FP16)
+                for d in HEAD_DIMS_V1
+            ]
+            found += [(problem(BF16, 64, 64, causal), config) for config in v1_tiles(name)]
+    return found
+
+
 def jobs_of(items):
     """What the chosen tests need of Hopper's kernels: nothing for a few of them."""
     gpu = [item for item in items if "gpu" in item.keywords and "sm80" not in item.keywords]
@@ -140,9 +169,13 @@ def ampere_jobs_of(items, chip):
     """The same of Ampere's, for a chip as the compiler calls it."""
     if sum("sm80" in item.keywords for item in items) <= FEW_TESTS:
         return []
+    files = {item.path.stem for item in items if "sm80" in item.keywords}
+    jobs = v1_jobs(chip) if "test_v1" in files else []
+    if files == {"test_v1"}:
+        return jobs
     problems = sorted({problem for problem, _ in forward_jobs()}, key=repr)
-    jobs = [(p, tuning_sm80.pick(p, chip)) for p in problems]
-    if {item.path.stem for item in items} & set(BACKWARD_FILES):
+    jobs += [(p, tuning_sm80.pick(p, chip)) for p in problems]
+    if files & set(BACKWARD_FILES):
         for p, config in backward_jobs():
             chosen = backward.choose_config(p, None, config.deterministic, f"sm80:{chip}")
             jobs.append((p, chosen))

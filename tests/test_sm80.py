@@ -199,7 +199,7 @@ def test_what_a_launch_passes(tmp_path, monkeypatch):
 def test_tools_take_the_arch():
     (impl,) = peers.chosen(["ours"], ["tile_n=32"], "fwd", "sm80")
     case = cases.parse_shape("b=1,hq=8,sq=1024,d=128")
-    picked = tuning_sm80.pick(case.problem(), peers._ampere_chip())
+    picked = tuning_sm80.pick(case.problem(), peers.ampere_chip())
     assert impl.config_record(case) == asdict(replace(picked, tile_n=32))
     with pytest.raises(ValueError, match="pingpong"):
         peers.chosen(["ours"], ["pingpong=1"], "fwd", "sm80")

@@ -202,7 +202,7 @@ def test_warmup_launches_on_its_gpu(ampere, monkeypatch):
 def test_tools_take_the_arch():
     (impl,) = peers.chosen(["ours"], ["q_stages=1"], "bwd", "sm80")
     case = cases.parse_shape("b=1,hq=8,sq=1024,d=128")
-    picked = tuning_bwd_sm80.pick(case.problem(), peers._ampere_chip())
+    picked = tuning_bwd_sm80.pick(case.problem(), peers.ampere_chip())
     assert impl.config_record(case) == asdict(replace(picked, q_stages=1))
     with pytest.raises(ValueError, match="ds_slots"):
         peers.chosen(["ours"], ["ds_slots=3"], "bwd", "sm80")

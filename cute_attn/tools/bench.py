@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from cute_attn.tools import cases as c
-from cute_attn.tools import measure, passes, peers, peers_fp8, records
+from cute_attn.tools import measure, passes, peers, peers_fp8, peers_v1, records
 from cute_attn.tools.cases import Case
 from cute_attn.tools.peers import Implementation
 from cute_attn.tools.progress import Progress
@@ -41,10 +41,16 @@ def parser() -> argparse.ArgumentParser:
         help="time the FP8 forward on inputs quantised beforehand; beside ours: cudnn, fa3, bf16 "
         "(ours in 16 bits) and quantise+ours",
     )
-    p.add_argument("--impl", default="", help="ours,cudnn,fa2,fa3,fa4,sdpa (default: all but sdpa)")
+    p.add_argument(
+        "--impl",
+        default="",
+        help="ours,cudnn,fa2,fa3,fa4,sdpa (default: all but sdpa); with --arch sm80 also "
+        f"{','.join(peers_v1.NAMES)}, which --cases {peers_v1.CASE_SET} alone takes by default",
+    )
     p.add_argument("--arch", choices=("sm80", "sm90"), default="", help="of ours in 16 bits")
     p.add_argument(
         "--cases",
+        "--case",
         action="append",
         default=[],
         metavar="SET|NAME",
@@ -95,6 +101,12 @@ def pass_of(args: argparse.Namespace) -> str:
 def implementations_of(args: argparse.Namespace, device: str) -> list[Implementation]:
     """Raises ValueError for an unknown name or field."""
     names, which = split([args.impl]), pass_of(args)
+    if split(args.cases) == [peers_v1.CASE_SET] and which == "fwd" and not (names or args.shape):
+        names, args.arch = list(peers_v1.NAMES), args.arch or "sm80"
+    if set(names) & set(peers_v1.NAMES):
+        if device == "cpu":
+            raise ValueError(f"{', '.join(peers_v1.NAMES)}: they are timed on a GPU only")
+        return peers_v1.chosen(names, args.config, which, args.arch)
     if args.fp8:
         if device == "cpu":
             raise ValueError("--fp8: it is timed on a GPU only")

@@ -97,6 +97,14 @@ CASES: dict[str, tuple[Case, ...]] = {
     ),
     "gqa": (Case(2, 32, 4, 8192, 8192, 128, 128, True),),  # 8 query heads a KV head
     "step": grid((1024,)),  # for bench --fwd-bwd: where the host's part of a step is largest
+    # Few tiles: 8 heads, or a row of tiles each, for 132 multiprocessors; then one large batch
+    "v1v2": tuple(
+        Case(batch, heads, heads, seqlen, seqlen, d, d, causal)
+        for batch, heads, lengths in ((1, 8, (2048, 4096, 8192, 16384)), (16, 16, (2048,)))
+        for d in (64, 128)
+        for causal in (False, True)
+        for seqlen in lengths
+    ),
     "host": (Case(1, 8, 8, 128, 128, 64, 64),),
     "smoke": (Case(1, 2, 1, 200, 333, 64, 64, True), Case(2, 4, 2, 256, 256, 128, 128)),
 }

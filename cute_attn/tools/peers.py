@@ -43,7 +43,7 @@ def ours(label: str = "ours", text: str = "", arch: str = "") -> Implementation:
     """text: fields that replace those of the tuned config, as in --config."""
 
     def config_of(case: Case) -> FwdConfig | AmpereConfig:
-        return config_for(case, text, _ampere_chip() if arch == "sm80" else "")
+        return config_for(case, text, ampere_chip() if arch == "sm80" else "")
 
     def prepare(case: Case, q: Any, k: Any, v: Any) -> Call:
         import cute_attn
@@ -55,7 +55,7 @@ def ours(label: str = "ours", text: str = "", arch: str = "") -> Implementation:
     return Implementation(label, prepare, _first, config=lambda case: asdict(config_of(case)))
 
 
-def _ampere_chip() -> str:
+def ampere_chip() -> str:
     """What the Ampere kernels are compiled for on the current device."""
     import torch
 
@@ -67,7 +67,7 @@ def _ampere_chip() -> str:
 
 def ours_backward(label: str = "ours", text: str = "", arch: str = "") -> Implementation:
     def config_of(case: Case) -> BwdConfig | AmpereBwdConfig:
-        return bwd_config_for(case, text, _ampere_chip() if arch == "sm80" else "")
+        return bwd_config_for(case, text, ampere_chip() if arch == "sm80" else "")
 
     def prepare(case: Case, q: Any, k: Any, v: Any, dout: Any) -> Call:
         import cute_attn
