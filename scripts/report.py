@@ -226,12 +226,12 @@ def v1v2(found):
     if not rows:
         return NOTHING
     names = [c.name for c in cases.CASES[peers_v1.CASE_SET]]
-    head = ["cell", kept, *(f"{kept} / {impl}" for impl in undone)]
+    head = ["cell", f"{kept}, TFLOP/s", *undone]
     lines = [*heading(of_names(found, names)), "", "| " + " | ".join(head) + " |"]
     lines += ["|---" * len(head) + "|", *rows]
     for batch, group in gains.items():
-        means = {i: records.geometric_mean(g[i] for g in group if i in g) for i in undone}
-        means = {impl: mean for impl, mean in means.items() if mean == mean}
+        ran = [impl for impl in undone if all(impl in gain for gain in group)]
+        means = {impl: records.geometric_mean(gain[impl] for gain in group) for impl in ran}
         lines.append(f"| geometric mean, batch {batch} | | {times_of(means, undone)} |")
     return "\n".join(lines) + "\n"
 

@@ -2,7 +2,7 @@
 GPU. tests/test_compile_v1.py builds it."""
 
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -18,7 +18,7 @@ from cute_attn import tuning_sm80  # noqa: E402
 from cute_attn.config import AMPERE_SMEM_LIMITS, AmpereConfig  # noqa: E402
 from cute_attn.config_v1 import HEAD_DIMS, V1Config  # noqa: E402
 from cute_attn.problem import Problem  # noqa: E402
-from cute_attn.tools import bench, cases, peers, peers_v1, records  # noqa: E402
+from cute_attn.tools import bench, cases, measure, peers, peers_v1, records  # noqa: E402
 
 UNDONE = list(peers_v1.UNDONE)
 both_masks = pytest.mark.parametrize("causal", [False, True])
@@ -153,6 +153,18 @@ def test_what_else_can_be_timed():
     assert "v1" not in [i.label for i in found]
 
 
+def test_what_a_cell_records(ampere):
+    found, args = implementations("--case", "v1v2")
+    case = cases.parse_shape("b=1,hq=2,sq=70,d=64,causal=1")
+    inputs = cases.make_inputs(case, device="cpu")
+    got, calls = bench.prepared(found, case, inputs, measure.Timer("cpu"))
+    assert len(calls) == 5 and not any("error" in r for r in got)
+    assert all(r["rel_error"] < 0.01 for r in got), "the stand-in is exact"
+    built = [config for _, config, arch in ampere.built]
+    assert [type(c).__name__ for c in built] == ["AmpereConfig"] + 4 * ["V1Config"]
+    assert [r["config"] for r in got] == [asdict(c) for c in built]
+
+
 @pytest.mark.parametrize(
     "argv, error",
     [
@@ -201,7 +213,7 @@ def test_report():
     assert {records.pass_of(r) for r in found} == {"fwd_sm80"}
     text = report.table_of("v1v2", found)
     lines = text.splitlines()
-    assert "| cell | v2 | v2 / divide | v2 / split | v2 / walk | v2 / v1 |" in lines
+    assert "| cell | v2, TFLOP/s | divide | split | walk | v1 |" in lines
     assert len([line for line in lines if line.startswith("| d")]) == len(cases.CASES["v1v2"])
     assert "| d64-s2048-full-b1h8 | 9 | 1.10× | 1.50× | 2.00× | 4.00× |" in lines
     assert "| geometric mean, batch 1 | | 1.10× | 1.50× | 2.00× | 4.00× |" in lines
