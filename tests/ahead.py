@@ -132,7 +132,7 @@ def v1_config(name, d, chip="sm_80"):
 
 def v1_tiles(name):
     """Other tiles for head dim 64."""
-    split = ((16, 128, 4), (32, 64, 2), (48, 64, 4)), ((64, 64, 4), (128, 32, 8))
+    split = ((16, 128, 4), (32, 64, 2), (64, 64, 4)), ((64, 64, 4), (128, 32, 8))
     changes = peers_v1.changes(name)
     return [V1Config(m, n, w, 3, **changes) for m, n, w in split[not changes["split_keys"]]]
 

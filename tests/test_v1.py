@@ -65,6 +65,12 @@ def test_rows_have_the_tiles_of_the_kernel_they_are_compared_with():
         )
 
 
+def test_keys_of_a_block_are_those_that_fit():
+    for d, chip, keys in ((64, "sm_80", 128), (128, "sm_80", 64), (128, "sm_90a", 128)):
+        config = v1_config("v1", d, chip)
+        assert (config.tile_m, config.tile_n, config.warp_keys) == (32, keys, keys // 4)
+
+
 def test_every_warp_has_all_rows():
     config, problem = V1Config(32, 64), Problem("bf16", 128, 128)
     assert config.m_tiles == 2 and config.warp_keys == 16 and config.warp_columns(problem) == 32
