@@ -120,7 +120,7 @@ def command(families: list[str], first: int = 0, step: int = 1) -> list[str]:
 
 def compile_ahead(families: list[str]) -> None:
     """Raises SystemExit if a case does not run at all."""
-    n = os.cpu_count() or 1
+    n = min(os.cpu_count() or 1, sum(len(cases(family)) for family in families))
     started = [subprocess.Popen(command(families, i, n), cwd=ROOT) for i in range(n)]
     if any([process.wait() for process in started]):
         raise SystemExit("a case fails without the sanitizer too")
