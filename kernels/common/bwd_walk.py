@@ -25,7 +25,6 @@ from cutlass import Int32, const_expr
 
 NO_TILE = -1  # as a block of keys: the work is done
 L2_KB = 32 * 1024  # of the heads whose tiles follow each other
-HAND_OVER = 2  # blocks of queries that a tile visits until the next tile may add to one, or less
 FEW = 6  # tiles a multiprocessor; below, heads are taken together where tiles differ in length
 
 
@@ -79,11 +78,6 @@ def shape_of(cfg, mQ, mK, m_blocks, sms: Int32, whole: Int32, parts: Int32) -> S
         few = (q_per_kv > 1) | (heads * n_blocks < FEW * sms)
         # Where several heads' Q, dO and dQ are more than the cache, CTAs share the last tiles.
         together = even if few & (parts == 1) else together
-    if const_expr(cfg.deterministic):
-        # A block of queries passes from tile to tile of its head: to all that run, if heads are
-        # taken one at a time, before a next tile may end. Each hand-over takes more than a block.
-        chains = cute.ceil_div(HAND_OVER * sms, m_blocks * q_per_kv)
-        together = cutlass.min(cutlass.max(together, chains), heads)
     extents = mQ.shape[0], mK.shape[0], q_per_kv, m_blocks, n_blocks
     tiles = n_blocks * heads
     return Shape(*extents, mK.shape[2], heads, together, whole, tiles - whole, parts)
