@@ -4,6 +4,7 @@
     python scripts/train_tiny_gpt.py --out loss.svg --json training.jsonl
     python scripts/train_tiny_gpt.py --preset fp8 --out loss.svg   # and a third, its forward in FP8
     python scripts/train_tiny_gpt.py --impl cute_attn --steps 1000 # one of them, nothing compared
+    python scripts/train_tiny_gpt.py --replot training.jsonl --out loss.svg  # trains nothing
 
 On a Hopper GPU: 25M parameters, 300 steps of 16k tokens. Elsewhere a tiny model on the CPU.
 
@@ -421,6 +422,21 @@ def plot(runs: list[Run], verdict: Verdict | None, title: str, path: Path) -> No
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
+def title_of(training: dict[str, Any], where: str) -> str:
+    return (
+        f"GPT of {training['layers']} x {training['width']}, seqlen {training['seqlen']}, {where}"
+    )
+
+
+def replot(path: Path, out: Path) -> None:
+    made = records.read([path])[-1]
+    runs = [
+        Run(r["impl"], np.array(r["losses"]), r["validation_loss"], r["tokens_per_s"])
+        for r in made["runs"]
+    ]
+    plot(runs, compare(runs), title_of(made["training"], made["gpu"] or "CPU"), out)
+
+
 def record(
     argv: list[str], args: argparse.Namespace, runs: list[Run], verdict: Verdict | None
 ) -> dict[str, Any]:
@@ -480,6 +496,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--text", metavar="FILE", help="train on this file's bytes")
     p.add_argument("--out", metavar="FILE", help="plot of the curves, .svg or .png")
     p.add_argument("--json", metavar="FILE", help="append the results, a line")
+    p.add_argument("--replot", metavar="FILE", help="of --json: plot its last line, train nothing")
     return p
 
 
@@ -509,6 +526,8 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError(f"--seed is {args.seed}: 64 bits have to hold it")
     if args.out and Path(args.out).suffix not in (".svg", ".png"):
         raise ValueError(f"--out is {args.out}: a name ending in .svg or .png is wanted")
+    if args.replot and not args.out:
+        raise ValueError("--replot needs --out")
     if args.out and find_spec("matplotlib") is None:
         raise ValueError("--out needs matplotlib: pip install -e '.[plot]'")
 
@@ -518,6 +537,9 @@ def main(argv: list[str]) -> int:
     args = p.parse_args(argv)
     try:
         check(args)
+        if args.replot:
+            replot(Path(args.replot), Path(args.out))
+            return 0
         text = load_text(args.text)
         runs = train_all(args, text)
     except (OSError, ValueError, NotImplementedError) as error:
@@ -529,8 +551,7 @@ def main(argv: list[str]) -> int:
         records.append(args.json, [record(argv, args, runs, verdict)])
     if args.out:
         where = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
-        title = f"GPT of {args.layers} x {args.width}, seqlen {args.seqlen}, {where}"
-        plot(runs, verdict, title, Path(args.out))
+        plot(runs, verdict, title_of(vars(args), where), Path(args.out))
     finite = all(np.isfinite(r.losses).all() for r in runs)
     if not verdict:
         return 0 if finite else 1

@@ -175,3 +175,21 @@ def test_one_alone_is_compared_with_nothing(monkeypatch, capsys, tmp_path):
     assert script.main(["--cpu", "--impl", "cute_attn", "--steps", "3", "--text", str(text)]) == 0
     out = capsys.readouterr().out
     assert "cute_attn" in out and "sdpa" not in out and "8000 bytes" in out
+
+
+def test_a_record_is_plotted_again(monkeypatch, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    run = {"validation_loss": 1.0, "tokens_per_s": 5000}
+    runs = [
+        {"impl": name, "losses": [3.0 - 0.01 * i for i in range(40)]} | run
+        for name in ("sdpa", "cute_attn", "sdpa/math", "cute_attn/fp8")
+    ]
+    training = {"layers": 2, "width": 64, "seqlen": 128}
+    records, picture = tmp_path / "training.jsonl", tmp_path / "loss.svg"
+    records.write_text(json.dumps({"runs": runs, "training": training, "gpu": None}) + "\n")
+    train = load(monkeypatch)
+    assert train.main(["--replot", str(records), "--out", str(picture)]) == 0
+    assert picture.read_text().count("<svg") == 1
+    with pytest.raises(SystemExit):
+        train.main(["--replot", str(records)])
+    assert "--replot needs --out" in capsys.readouterr().err
