@@ -100,28 +100,34 @@ FAMILIES = {
 }
 
 
-def child(families: list[str], first: int, step: int) -> None:
+def child(families: list[str], head_dims: list[int], first: int, step: int) -> None:
     """Every step-th case, in this process."""
     import torch
 
     from cute_attn import compile as jit
 
-    every = [(FAMILIES[family], case) for family in families for case in cases(family)]
+    every = [
+        (FAMILIES[family], case)
+        for family in families
+        for case in cases(family)
+        if not head_dims or case.head_dim in head_dims
+    ]
     for run_case, case in every[first::step]:
         run_case(case)
     torch.cuda.synchronize()
     print(f"ran {len(every[first::step])} cases, {jit.count()} kernels compiled on the way")
 
 
-def command(families: list[str], first: int = 0, step: int = 1) -> list[str]:
+def command(families: list[str], head_dims: list[int], first: int = 0, step: int = 1) -> list[str]:
     names = [word for family in families for word in ("--family", family)]
+    names += [word for d in head_dims for word in ("--head-dim", str(d))]
     return [sys.executable, __file__, "--child", str(first), str(step), *names]
 
 
-def compile_ahead(families: list[str]) -> None:
+def compile_ahead(families: list[str], head_dims: list[int]) -> None:
     """Raises SystemExit if a case does not run at all."""
     n = min(os.cpu_count() or 1, sum(len(cases(family)) for family in families))
-    started = [subprocess.Popen(command(families, i, n), cwd=ROOT) for i in range(n)]
+    started = [subprocess.Popen(command(families, head_dims, i, n), cwd=ROOT) for i in range(n)]
     if any([process.wait() for process in started]):
         raise SystemExit("a case fails without the sanitizer too")
 
@@ -132,8 +138,18 @@ def findings(text: str) -> list[str]:
     return [report for report in reports if any(name in report for name in OURS)]
 
 
-def run(tool: str, families: list[str], seconds: int) -> bool:
-    watched = ["compute-sanitizer", "--tool", tool, *command(families)]
+def by_kernel(found: list[str]) -> dict[str, list[str]]:
+    """By the first of our kernels that a report names."""
+    table: dict[str, list[str]] = {}
+    for report in found:
+        name = next(word for word in re.findall(r"\w+", report) if word.startswith(OURS))
+        table.setdefault(name, []).append(report)
+    return table
+
+
+def run(tool: str, families: list[str], head_dims: list[int], seconds: int) -> bool:
+    sanitizer = ["compute-sanitizer", "--tool", tool, "--print-limit", "1000"]
+    watched = [*sanitizer, *command(families, head_dims)]
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     try:
         done = subprocess.run(
@@ -149,8 +165,8 @@ def run(tool: str, families: list[str], seconds: int) -> bool:
     summary = re.findall(r"========= .*SUMMARY.*", text)
     ran = re.findall(r"^ran.*", done.stdout, flags=re.MULTILINE)
     print(f"{tool}: {len(found)} in our kernels; {'; '.join(summary) or 'no summary'}; {ran}")
-    for report in found[:5]:
-        print(report.strip()[:2000])
+    for name, reports in by_kernel(found).items():
+        print(f"{name}: {len(reports)}, the first:\n{reports[0].strip()[:1000]}")
     if not ran:
         print(text[-2000:])
     return bool(ran) and not found
@@ -160,15 +176,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tool", choices=TOOLS, action="append")
     parser.add_argument("--family", choices=tuple(FAMILIES), action="append")
+    parser.add_argument("--head-dim", type=int, action="append", help="of these cases alone")
     parser.add_argument("--seconds", type=int, default=600, help="limit for one tool")
     parser.add_argument("--child", type=int, nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    families = options.family or list(FAMILIES)
+    what = options.family or list(FAMILIES), options.head_dim or []
     if options.child:
-        child(families, *options.child)
+        child(*what, *options.child)
         return 0
-    compile_ahead(families)
-    clean = [run(tool, families, options.seconds) for tool in options.tool or TOOLS]
+    compile_ahead(*what)
+    clean = [run(tool, *what, options.seconds) for tool in options.tool or TOOLS]
     return 0 if all(clean) else 1
 
 

@@ -66,12 +66,12 @@ def test_sanitizer_runs_cases_first_and_fails_where_the_child_does(monkeypatch, 
     tool.write_text('#!/bin/sh\necho "$@" $PYTORCH_NO_CUDA_MEMORY_CACHING\n$RUN\n')
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    monkeypatch.setattr(sanitize, "compile_ahead", calls.append)
+    monkeypatch.setattr(sanitize, "compile_ahead", lambda *what: calls.append(what))
     monkeypatch.setattr(sys, "argv", ["sanitize.py", "--tool", "memcheck", "--family", "fp8"])
     for command, status in (("echo ran", 0), ("echo crashed", 1)):
         monkeypatch.setenv("RUN", command)
         assert sanitize.main() == status
-    assert calls == [["fp8"]] * 2
+    assert calls == [(["fp8"], [])] * 2
     shown = capsys.readouterr().out
     assert "--tool memcheck" in shown and "--child 0 1 --family fp8" in shown
     assert "0 in our kernels" in shown
@@ -82,9 +82,26 @@ def test_sanitizer_shares_cases_out_to_processes(monkeypatch):
     program = "import sys; sys.exit(sys.argv[1:] == ['1', '3'])"
     monkeypatch.setattr(sanitize.os, "cpu_count", lambda: 3)
     monkeypatch.setattr(
-        sanitize, "command", lambda families, i, n: [sys.executable, "-c", program, str(i), str(n)]
+        sanitize,
+        "command",
+        lambda families, dims, i, n: [sys.executable, "-c", program, str(i), str(n)],
     )
     with pytest.raises(SystemExit, match="without the sanitizer"):
-        sanitize.compile_ahead(["hopper"])
+        sanitize.compile_ahead(["hopper"], [])
     monkeypatch.setattr(sanitize.os, "cpu_count", lambda: 1)
-    sanitize.compile_ahead(["hopper"])
+    sanitize.compile_ahead(["hopper"], [])
+
+
+def test_sanitizer_names_each_kernel_with_findings(monkeypatch, capsys, tmp_path):
+    sanitize = script("sanitize")
+    tool = tmp_path / "compute-sanitizer"
+    report = "========= Error: Race at cute_attn_fwd_{0}+0x10\n=========     and at x\n"
+    reports = "".join(report.format(name) for name in ("a", "b", "a"))
+    (tmp_path / "reports").write_text("ran 1 cases\n" + reports)
+    tool.write_text(f"#!/bin/sh\n/bin/cat {tmp_path}/reports\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert not sanitize.run("racecheck", ["hopper"], [40], 60)
+    shown = capsys.readouterr().out
+    assert "racecheck: 3 in our kernels" in shown
+    assert "cute_attn_fwd_a: 2, the first" in shown and "cute_attn_fwd_b: 1, the first" in shown

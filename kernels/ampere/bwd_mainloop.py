@@ -346,10 +346,8 @@ class Worker:
 
     @cute.jit
     def announce(self):
-        """This warp's P and dS of the block are in shared memory."""
-        cute.arch.sync_warp()
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(self.barrier())
+        """This thread's P and dS of the block are in shared memory."""
+        cute.arch.mbarrier_arrive(self.barrier())
 
     def narrow(self, v: Visit):
         """Whether the block's last query sees none but the first 16 keys of every warp."""
@@ -426,7 +424,7 @@ class Worker:
         cute.arch.cp_async_commit_group()
         if const_expr(cfg.split_barrier):  # the first block's barrier is behind it
             if self.tidx == 0:
-                cute.arch.mbarrier_init(self.barrier(), cfg.warps)
+                cute.arch.mbarrier_init(self.barrier(), cfg.threads)
         stage, blocks = Int32(0), tile.blocks
         for i in cutlass.range(blocks, unroll=1):
             self.block(Visit(head, m), stage, i + 1 < blocks)

@@ -30,6 +30,7 @@ from cute_attn.kernels.hopper.gemm import STEP, gemm
 from cute_attn.kernels.hopper.operands import TmaOperand
 
 WEIGHTS_BARRIER = 10  # P of a block is in shared memory
+READ_BARRIER = 12  # and has been read there
 OF_P, OF_DS = 0, 1  # warpgroups
 SHARED_SCALE = 2.0**15  # of P in fp16 between them: P is at most 1, and has 11 bits from 2^-29 on
 
@@ -105,6 +106,12 @@ class Consumer(bwd_mainloop.Consumer):
         fields["f"] = make_fragments(self.cfg, self.mmas, self.smem, tidx, wg)
         return (Weights, Gradients)[wg](**fields)
 
+    def barrier(self, number: int):
+        cute.arch.barrier(barrier_id=number, number_of_threads=128 * self.cfg.warpgroups)
+
+    def arrive(self, number: int):
+        cute.arch.barrier_arrive(barrier_id=number, number_of_threads=128 * self.cfg.warpgroups)
+
     def first_key(self, tile: Tile):
         return tile.n_block * self.cfg.tile_n
 
@@ -143,7 +150,7 @@ class Consumer(bwd_mainloop.Consumer):
         acc = self.scores()
         operand = cute.make_rmem_tensor_like(acc, self.smem.q.element_type)  # P or dS
         self.issue_scores(acc, now)
-        self.weigh(acc, operand, self.slot_before(now), now, tile, m)
+        self.weigh(acc, operand, self.slot_before(now), now, tile, m, const_expr(True))
         blocks = tile.blocks
         for i in cutlass.range(blocks - 1, unroll=1):
             acc_dQ = self.dq_of(self.slot_before(now))
@@ -156,7 +163,7 @@ class Consumer(bwd_mainloop.Consumer):
             warpgroup.wait_group(1)  # the gradient
             self.release(now)
             head, m = bwd_walk.following(shape, tile, head, m)
-            self.weigh(acc, operand, now, ahead, tile, m)
+            self.weigh(acc, operand, now, ahead, tile, m, const_expr(False))
             now.advance()
             ahead.advance()
         acc_dQ = self.dq_of(self.slot_before(now))
@@ -183,8 +190,6 @@ class Consumer(bwd_mainloop.Consumer):
     @cute.jit
     def leave(self, op, acc, mma, sX, width: cutlass.Constexpr, scale: Float32, tile: Tile):
         """dK or dV leaves where K or V was."""
-        threads = 128 * self.cfg.warpgroups
-        cute.arch.barrier(barrier_id=KEYS_BARRIER, number_of_threads=threads)
         self.store(acc, mma, sX[None, None, 0], scale)
         cute.arch.fence_view_async_shared()
         cute.arch.barrier(barrier_id=OUTPUT_BARRIER + self.f.wg, number_of_threads=128)
@@ -215,18 +220,30 @@ class Weights(Consumer):
         self.pipes.do.consumer_release(at)
 
     @cute.jit
-    def weigh(self, acc_S: cute.Tensor, rP: cute.Tensor, before, at, tile: Tile, m: Int32):
-        """P = exp(S - LSE), to the other warpgroup too. That has read P of the block before when
-        its dS of it is there."""
+    def weigh(
+        self,
+        acc_S: cute.Tensor,
+        rP: cute.Tensor,
+        before,
+        at,
+        tile: Tile,
+        m: Int32,
+        first: cutlass.Constexpr[bool],
+    ):
+        """P = exp(S - LSE), to the other warpgroup too, once that has read P of the block before.
+        dS of it is there then, or soon: dQ, the next product, takes it."""
         start = self.columns_of(0, at.index)
         warpgroup.wait_group(0)
         for i in cutlass.range_constexpr(cute.size(acc_S)):
             bits = acc_S[i] * self.scale_log2 + start[i // 4 * 2 + i % 2]
             acc_S[i] = cute.math.exp2(bits, fastmath=True)
+        cute.arch.sync_warp()  # one thread releases what all have read
         self.pipes.q.consumer_release(at)
         if self.masked(tile, m):
             self.mask(acc_S, tile, m)
         self.pipes.ds.consumer_wait(before)
+        if const_expr(not first):
+            self.barrier(READ_BARRIER)
         self.share_weights(acc_S)
         rP.store(acc_S.load().to(rP.element_type))
 
@@ -241,11 +258,13 @@ class Weights(Consumer):
                 P = (P * SHARED_SCALE).to(Float16)
             scaled[None, i].store(P)
             cute.autovec_copy(scaled[None, i], to[None, i])
-        threads = 128 * self.cfg.warpgroups
-        cute.arch.barrier_arrive(barrier_id=WEIGHTS_BARRIER, number_of_threads=threads)
+        self.arrive(WEIGHTS_BARRIER)
 
     def finish(self, tile: Tile, scale: Float32):
+        """V has no reader left: dP of the last block went into its dS."""
         x, smem, width = self.x, self.smem, self.cfg.width_v
+        self.arrive(KEYS_BARRIER)
+        self.barrier(READ_BARRIER)  # of the last block: nobody's arrival is left over
         self.leave(x.dv, self.f.acc_dV, self.mmas.dv, smem.v, width, Float32(1.0), tile)
 
 
@@ -269,11 +288,22 @@ class Gradients(Consumer):
         self.put(rdS, self.mmas.scores, self.smem.ds[None, None, at.index])
         self.hand_over()
 
+    @cute.jit
     def release(self, at):
+        cute.arch.sync_warp()  # one thread releases what all have read
         self.pipes.q.consumer_release(at)
 
     @cute.jit
-    def weigh(self, acc_dP: cute.Tensor, rdS: cute.Tensor, before, at, tile: Tile, m: Int32):
+    def weigh(
+        self,
+        acc_dP: cute.Tensor,
+        rdS: cute.Tensor,
+        before,
+        at,
+        tile: Tile,
+        m: Int32,
+        first: cutlass.Constexpr[bool],
+    ):
         """dS = P * (dP - delta)."""
         self.pipes.q.consumer_wait(at)  # its statistics
         start = self.columns_of(1, at.index)
@@ -289,13 +319,16 @@ class Gradients(Consumer):
     @cute.jit
     def weights_of_block(self) -> cute.Tensor:
         """P of the other warpgroup's same thread."""
-        there, threads = self.weights(), 128 * self.cfg.warpgroups
+        there = self.weights()
         P = cute.make_rmem_tensor(cute.make_layout(there.shape), there.element_type)
-        cute.arch.barrier(barrier_id=WEIGHTS_BARRIER, number_of_threads=threads)
+        self.barrier(WEIGHTS_BARRIER)
         for i in cutlass.range_constexpr(there.shape[1]):
             cute.autovec_copy(there[None, i], P[None, i])
+        self.arrive(READ_BARRIER)
         return P
 
     def finish(self, tile: Tile, scale: Float32):
+        """K has no reader left: the other warpgroup's last dQ is done."""
         x, smem, width = self.x, self.smem, self.cfg.width
+        self.barrier(KEYS_BARRIER)
         self.leave(x.dk, self.f.acc_dK, self.mmas.dk, smem.k, width, scale, tile)

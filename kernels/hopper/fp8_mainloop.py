@@ -76,7 +76,7 @@ class Fp8Consumer(Consumer):
             factors = self.factors(block)
         if const_expr(self.few_registers):
             C = acc_as_rows(self.afresh().f.cS)
-            for r in cutlass.range_constexpr(2):  # each thread has written what it reads
+            for r in cutlass.range_constexpr(2):
                 self.softmax.scale[r] = self.smem.rows[self.f.wg * 64 + C[r, 0][0]]
         self.await_scores()
         return acc_S, factors
@@ -122,8 +122,11 @@ class Fp8Consumer(Consumer):
             row = cutlass.min(rows.first + C[r, 0][0], self.shape.seqlen_q - 1)
             descale = scales.q[row, tile.head // scales.q_heads, tile.batch]
             self.softmax.scale[r] = self.softmax.scale_log2 * descale
-            if const_expr(self.few_registers):
+        if const_expr(self.few_registers):
+            cute.arch.sync_warp()  # the tile before has read them
+            for r in cutlass.range_constexpr(2):
                 self.smem.rows[self.f.wg * 64 + C[r, 0][0]] = self.softmax.scale[r]
+            cute.arch.sync_warp()
         self.total.fill(0.0)
         return Consumer.begin(self, q, k, v, tile, rows)
 
@@ -163,23 +166,27 @@ class Fp8Consumer(Consumer):
         acc_S, factors = self.scored(q, k, v, block)
         k = self.release_k(k)
         self.softmax.distances(acc_S, factors)
-        words = self.words()
+        words, moved = self.words(), Boolean(False)
         if self.softmax.late_fp8(acc_S, words):
             failures += 1
-            self.after_late(acc_S, words)
+            moved = self.softmax.raise_fp8(acc_S)
+            self.cast_into(words, acc_S)
+            if moved:
+                self.softmax.lower_sums()
         self.softmax.add()
+        if self.always():
+            warpgroup.wait_group(0)
+            if moved:
+                self.rescale_output()
         v = self.release_v(v)
         self.place(words)
         return k, v, failures
 
-    @cute.jit
-    def after_late(self, acc_S, words):
-        moved = self.softmax.raise_fp8(acc_S)
-        self.cast_into(words, acc_S)
-        warpgroup.wait_group(0)
-        if moved:
-            self.softmax.lower_sums()
-            self.rescale_output()
+    def always(self) -> Boolean:
+        """True, which ptxas does not know. It moves a wait without a branch up, before the weights;
+        and a branch that only some warps take must not hold one, since products are those of a
+        warpgroup."""
+        return self.shape.seqlen_q > 0
 
     @cute.jit
     def take_up(self, acc_S, v, moved: Boolean):
@@ -189,8 +196,11 @@ class Fp8Consumer(Consumer):
         if const_expr(early):
             self.cast_into(words, acc_S)
         self.softmax.add()
-        if moved:  # has a wait of its own: ptxas moves one without a branch up, before the weights
-            self.rescale()
+        if self.always():
+            warpgroup.wait_group(0)
+            if moved:
+                self.softmax.add_fixed()
+                self.rescale_output()
         v = self.release_v(v)
         if const_expr(early):
             self.place(words)
@@ -223,12 +233,6 @@ class Fp8Consumer(Consumer):
         P = cute.recast_tensor(self.f.P, Int32)
         for i in cutlass.range_constexpr(cute.size(P)):
             P[i] = copied(words[i])
-
-    @cute.jit
-    def rescale(self):
-        warpgroup.wait_group(0)
-        self.softmax.add_fixed()
-        self.rescale_output()
 
     @cute.jit
     def rescale_output(self):
