@@ -123,10 +123,11 @@ def quantize_qkv(
     where it was, or in its row of q or k, and is not counted in means and scales; an infinity does
     so or saturates. For an average over training steps see channel_statistics.
 
-    CUDA tensors take kernels for Hopper: two passes over V, the first for its largest values; one
-    over q and k, and one more where a mean or the balance is measured, or where k_block is none of
-    16, 32, 64 and 128. q, k and v are copied first if their last stride is not 1, another one is no
-    multiple of 8 or they do not start at a multiple of 16 bytes; given vectors that are not
+    CUDA tensors take kernels for Hopper, which may round sums of q and k in another order: scales
+    then differ in their last digits. They make two passes over V, the first for its largest values;
+    one over q and k, and one more where a mean or the balance is measured, or where k_block is none
+    of 16, 32, 64 and 128. q, k and v are copied first if their last stride is not 1, another one is
+    no multiple of 8 or they do not start at a multiple of 16 bytes; given vectors that are not
     contiguous fp32 are converted. RoPE is fast for rotary_dim a multiple of 64, slow for one that
     is no multiple of 16. The pack has vt instead of v, given vectors as they are, and with fp8_hp
     and v_shift=False v itself.

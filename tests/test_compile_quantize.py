@@ -29,6 +29,7 @@ FEW = [
     (problem(64), GIVEN),
     (problem(256), GIVEN),
     (problem(128), ROPE),
+    (problem(128, dtype="fp16"), GIVEN),
     (problem(96, 80, "fp16"), replace(GIVEN, k_block=0, v_by_channel=True)),
     (problem(128), replace(MEASURED, keep_v=True)),
     (problem(64), replace(MEASURED, statistics=True)),
@@ -66,6 +67,12 @@ def wide(sass, opcode):
     return sum(i.opcode == opcode and ".128" in i.modifiers for i in code)
 
 
+def has_products(problem, config):
+    """Whether tensor cores transform q and K."""
+    plain = config.hadamard and not config.rope and config.k_block != 0
+    return plain and problem.dtype == "bf16" and problem.head_dim in (32, 64, 128)
+
+
 def check(problem, config):
     """No local memory; as many CTAs on an SM as the config counts on; 16 bytes at a time."""
     with no_float_maxima() as floats:
@@ -98,14 +105,20 @@ def test_builds(job):
     vectors = -(-problem.head_dim // 32)  # 16 bytes of a thread
     assert wide(code[rows.name], "LDGSTS") >= 4 * vectors  # q, k, and of each the first row apart
     assert rows.counts["F2FP"] >= 2 * 4 * vectors
-    # channels 8 and 16 apart, of q and k, or half of them that are a quarter and half a row apart
-    quarters = problem.head_dim in (32, 64, 128, 256) and not config.rope
-    assert rows.counts["SHFL"] >= 2 * (8 if quarters else 16) * vectors
+    if has_products(problem, config):
+        groups = problem.head_dim // 16
+        # of q and k, of q with the shift, and of the shift
+        assert rows.counts["HMMA"] == 2 * 2 * groups + (groups + 2) * (config.k_shift != "none")
+        assert rows.counts["SHFL"] < 32, "only of maxima, dots, and of the shift"
+    else:  # channels 8 and 16 apart, of q and k, or half of those a quarter and half a row apart
+        quarters = problem.head_dim in (32, 64, 128, 256) and not config.rope
+        assert rows.counts["SHFL"] >= 2 * (8 if quarters else 16) * vectors
     if config.transposed:
         assert wide(code[v.name], "STG") >= 2 and v.counts["F2FP"] >= 16
     assert v.registers * 512 * 2 <= 65536
     two = problem.head_dim in (16, 32, 64, 96, 128) and not config.rope and config.k_block
-    assert rows.registers * 512 * (2 if two else 1) <= 65536
+    threads = 256 if has_products(problem, config) else 512
+    assert rows.registers * threads * (2 if two else 1) <= 65536
     assert (rows.smem + 1024) * (2 if two else 1) <= 228 * 1024
 
 

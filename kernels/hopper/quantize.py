@@ -4,12 +4,12 @@ what they leave as it is):
 measure  (quantize_stats.py)    what must be known of whole sequences before anything is cast
 combine  (quantize_combine.py)  vectors and scales of heads from it
 cast_v   (quantize_v.py)        V
-cast     (quantize_rows.py)     q and K
+cast     (quantize_rows.py)     q and K; quantize_products.py where tensor cores transform them
 
 With shifts and balance given all but V's scales is known, so that q and K are cast at once:
 
-cast     (quantize_rows.py, quantize_tops.py)  q and K, and the largest values of V
-cast_v   (quantize_v.py)        V
+cast     (as above, quantize_tops.py)  q and K, and the largest values of V
+cast_v   (quantize_v.py)               V
 
 Where scales of K belong to blocks that no tile of 128 keys holds, a pass over K before the cast
 measures them. Each launch begins before the one ahead of it ends, and waits for its end before it
@@ -25,6 +25,7 @@ from cutlass import Float32, Int32, const_expr
 from cute_attn.config import HIGH, LOW, QuantizeConfig, QuantizeSizes
 from cute_attn.kernels.hopper import (
     quantize_balance,
+    quantize_products,
     quantize_rows,
     quantize_slots,
     quantize_tops,
@@ -63,6 +64,7 @@ class QuantizeSm90:
     def __init__(self, problem: Problem, config: QuantizeConfig):
         self.cfg, self.layout = config, Layout(problem, config)
         self.dtype = DTYPES[problem.dtype]
+        self.rows = quantize_products if self.layout.products else quantize_rows
         self.name = (
             f"cute_attn_quantize_sm90_{problem.dtype}_d{problem.head_dim}_dv{problem.head_dim_v}"
         )
@@ -145,7 +147,7 @@ class QuantizeSm90:
                 self.launch_v(x, stream)
             self.cast(x, sizes).launch(
                 grid=(sum(self.tiles(x, sizes)), 1, 1),
-                block=(quantize_rows.THREADS, 1, 1),
+                block=(self.layout.threads, 1, 1),
                 stream=stream,
                 min_blocks_per_mp=self.layout.block_min,
                 preferred_smem_carveout=CARVEOUT,
@@ -371,13 +373,13 @@ class QuantizeSm90:
         if index < of_k:
             head, batch, tiles = self.rows_of(x.k, index, sizes)
             of_rows, stage = self.head(x, x.k, head, head, batch), self.rows_stage(words)
-            quantize_rows.quantise_keys(self.layout, of_rows, stage, tiles, sizes.k_block)
+            self.rows.quantise_keys(self.layout, of_rows, stage, tiles, sizes.k_block)
         elif index < of_k + of_q:
             head, batch, tiles = self.rows_of(x.q, index - of_k, sizes)
             of_kv = head // (x.q.shape[2] // x.k.shape[2])
             of_rows, stage = self.head(x, x.q, head, of_kv, batch), self.rows_stage(words)
             dots = x.dots[None, head, batch] if const_expr(x.dots is not None) else None
-            quantize_rows.quantise_queries(self.layout, of_rows, dots, stage, tiles)
+            self.rows.quantise_queries(self.layout, of_rows, dots, stage, tiles)
         else:
             if const_expr(x.tops is not None):
                 self.measure_tops(x, words, index - of_q - of_k, sizes.k_rows)
@@ -442,11 +444,19 @@ class QuantizeSm90:
         return p.channels * p.words if self.cfg.transposed else 0
 
     def rows_words(self) -> int:
-        raw = quantize_slots.words(self.layout) // 2
-        words = raw + 2 * (self.layout.dim + quantize_rows.WARPS)
-        return max(words, quantize_tops.STAGE_WORDS if self.cfg.v_by_channel else 0)
+        if self.layout.products:
+            words = quantize_products.stage_words(self.layout)
+        else:
+            raw = quantize_slots.words(self.layout) // 2
+            words = raw + 2 * (self.layout.dim + quantize_rows.WARPS)
+        return max(words, self.tops_words() if self.cfg.v_by_channel else 0)
 
-    def rows_stage(self, words: cute.Tensor) -> quantize_rows.Stage:
+    def tops_words(self) -> int:
+        return self.layout.threads * quantize_tops.VECTOR
+
+    def rows_stage(self, words: cute.Tensor) -> quantize_rows.Stage | quantize_products.Stage:
+        if self.layout.products:
+            return quantize_products.stage_of(self.layout, words, self.dtype)
         d, warps = self.layout.dim, quantize_rows.WARPS
         raw = quantize_slots.words(self.layout)
         table = cute.recast_ptr(words.iterator + raw // 2, dtype=Float32)
@@ -490,14 +500,15 @@ class QuantizeSm90:
         first = chunk * rows
         quantize_tops.measure_chunk(
             quantize_tops.Shape(
-                self.layout.problem.dtype, self.layout.lanes_v, self.cfg.v_by_channel
+                self.layout.problem.dtype,
+                self.layout.threads,
+                self.layout.lanes_v,
+                self.cfg.v_by_channel,
             ),
             x.v[None, None, head, batch],
             None if const_expr(x.v_shift is None) else of_head(x.v_shift, head, batch),
             x.tops[None, chunk, head, batch],
-            cute.make_tensor(
-                cute.recast_ptr(words.iterator, dtype=Float32), quantize_tops.STAGE_WORDS
-            ),
+            cute.make_tensor(cute.recast_ptr(words.iterator, dtype=Float32), self.tops_words()),
             (first, cutlass.min(first + rows, x.v.shape[0])),
         )
 

@@ -8,7 +8,7 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
 from cute_attn.config import QuantizeConfig
-from cute_attn.kernels.hopper import hadamard, quantize_v
+from cute_attn.kernels.hopper import hadamard, quantize_products, quantize_rows, quantize_v
 from cute_attn.kernels.hopper import quantize_stats as stats
 from cute_attn.kernels.hopper.fwd import reordered
 from cute_attn.problem import Problem
@@ -40,9 +40,21 @@ class Layout:
         return self.cfg.hadamard
 
     @property
+    def products(self) -> bool:
+        """Whether tensor cores transform q and K (quantize_products.py)."""
+        plain = self.hadamard and not self.rope and self.k_block != 0
+        return plain and self.problem.dtype == "bf16" and self.dim in quantize_products.DIMS
+
+    @property
     def quarters(self) -> bool:
         """Whether threads share rows by quarters (hadamard.py)."""
-        return self.hadamard and not self.rope and hadamard.has_quarters(self.dim)
+        plain = self.hadamard and not self.rope and not self.products
+        return plain and hadamard.has_quarters(self.dim)
+
+    @property
+    def threads(self) -> int:
+        """Of a CTA with rows of q or K, or with some of V whose largest values it looks for."""
+        return quantize_products.THREADS if self.products else quantize_rows.THREADS
 
     @property
     def rope(self) -> bool:

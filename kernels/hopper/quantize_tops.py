@@ -14,12 +14,11 @@ from cutlass import Float32, Int32, const_expr
 
 from cute_attn.kernels.common import vectors
 from cute_attn.kernels.common.bits import pair_extremum
-from cute_attn.kernels.hopper.quantize_rows import THREADS, WARPS, floats, scale_of
+from cute_attn.kernels.hopper.quantize_rows import THREADS, floats, scale_of
 from cute_attn.kernels.hopper.quantize_stats import VECTOR
 
 WORDS = VECTOR // 2
-STAGE_WORDS = THREADS * VECTOR
-IN_FLIGHT = 8  # rows of which a thread reads a vector before it waits for one
+IN_FLIGHT = 4096  # vectors that a CTA's threads read before they wait for one
 NO_NUMBER = 0x7FFF7FFF  # two NaNs, of either 16-bit format
 
 
@@ -27,8 +26,19 @@ class Shape(NamedTuple):
     """Known at trace time."""
 
     dtype: str
+    threads: int  # of a CTA
     lanes: int  # threads that share a row
     by_channel: bool
+
+    @property
+    def groups(self) -> int:
+        """Rows that are read at once."""
+        return self.threads // self.lanes
+
+    @property
+    def in_flight(self) -> int:
+        """Rows of which a thread reads a vector before it waits for one."""
+        return IN_FLIGHT // self.threads
 
 
 @cute.jit
@@ -41,17 +51,18 @@ def measure_chunk(
     rows,
 ):
     """shape: a Shape; v (seqlen, width); shift fp32 (width), None: 0; tops (1) or (width); stage:
-    STAGE_WORDS; rows: (the first, where they end)."""
-    tidx, groups = cute.arch.thread_idx()[0], const_expr(THREADS // shape.lanes)
+    VECTOR words a thread; rows: (the first, where they end)."""
+    tidx, groups = cute.arch.thread_idx()[0], const_expr(shape.groups)
+    in_flight = const_expr(shape.in_flight)
     col = cutlass.min(tidx % shape.lanes * VECTOR, v.shape[1] - VECTOR)
     first, end = rows[0] + tidx // shape.lanes, rows[1]
-    passes = cute.ceil_div(end - rows[0], groups * IN_FLIGHT)
+    passes = cute.ceil_div(end - rows[0], groups * in_flight)
     less = [Float32(0.0)] * VECTOR
     if const_expr(shift is not None):
         less = floats(vectors.load(shift, col, VECTOR))
     low, high = numbers(NO_NUMBER), numbers(NO_NUMBER)
     for i in cutlass.range(passes, unroll=1):
-        for raw in read(v, col, first + i * (groups * IN_FLIGHT), groups, end):
+        for raw in read(v, col, first + i * (groups * in_flight), (groups, in_flight), end):
             words = cute.recast_tensor(raw, Int32)
             for w in cutlass.range_constexpr(WORDS):
                 low[w] = pair_extremum(shape.dtype, "min", low[w], words[w])
@@ -64,11 +75,11 @@ def measure_chunk(
             cute.math.absf(ends[1][e] - less[e]),
         )
     if largest_of_vector(largest) == Float32.inf:
-        measure_finite(v, col, (first, end, passes * IN_FLIGHT), groups, less, largest)
+        measure_finite(v, col, (first, end, passes * in_flight), groups, less, largest)
     if const_expr(shape.by_channel):
-        write_channels(largest, tops, stage, shape.lanes)
+        write_channels(shape, largest, tops, stage)
     else:
-        write_largest(largest_of_vector(largest), tops, stage)
+        write_largest(shape, largest_of_vector(largest), tops, stage)
 
 
 def numbers(value: int) -> cute.Tensor:
@@ -77,9 +88,9 @@ def numbers(value: int) -> cute.Tensor:
     return t
 
 
-def read(v: cute.Tensor, col: Int32, first: Int32, step: int, end: Int32) -> list[cute.Tensor]:
-    """IN_FLIGHT rows; the last one again for those outside."""
-    rows = [cutlass.min(first + n * step, end - 1) for n in range(IN_FLIGHT)]
+def read(v: cute.Tensor, col: Int32, first: Int32, every, end: Int32) -> list[cute.Tensor]:
+    """every: (rows from one to the next, how many); the last one again for those outside."""
+    rows = [cutlass.min(first + n * every[0], end - 1) for n in range(every[1])]
     return [vectors.load(v[row, None], col, VECTOR) for row in rows]
 
 
@@ -112,7 +123,7 @@ def measure_finite(
 
 
 @cute.jit
-def write_largest(largest: Float32, top: cute.Tensor, stage: cute.Tensor):
+def write_largest(shape: cutlass.Constexpr, largest: Float32, top: cute.Tensor, stage: cute.Tensor):
     """Of the CTA."""
     lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx()
     largest = cute.arch.warp_reduction_max(largest)
@@ -120,22 +131,22 @@ def write_largest(largest: Float32, top: cute.Tensor, stage: cute.Tensor):
         stage[warp] = largest
     cute.arch.barrier()
     if warp == 0:
-        largest = cute.arch.warp_reduction_max(stage[lane % WARPS])
+        largest = cute.arch.warp_reduction_max(stage[lane % (shape.threads // 32)])
         if lane == 0:
             top[0] = largest
 
 
 @cute.jit
 def write_channels(
-    largest: cute.Tensor, tops: cute.Tensor, stage: cute.Tensor, lanes: cutlass.Constexpr[int]
+    shape: cutlass.Constexpr, largest: cute.Tensor, tops: cute.Tensor, stage: cute.Tensor
 ):
-    tidx, width = cute.arch.thread_idx()[0], const_expr(lanes * VECTOR)
+    tidx, width = cute.arch.thread_idx()[0], const_expr(shape.lanes * VECTOR)
     for e in cutlass.range_constexpr(VECTOR):
         stage[tidx * VECTOR + e] = largest[e]
     cute.arch.barrier()
     if tidx < tops.shape[0]:
         top = stage[tidx]
-        for i in cutlass.range_constexpr(1, THREADS // lanes):
+        for i in cutlass.range_constexpr(1, shape.groups):
             top = cute.arch.fmax(top, stage[i * width + tidx])
         tops[tidx] = top
 
