@@ -101,7 +101,7 @@ def quantize_jobs():
     """Of test_quantize_gpu.py, and the packs of test_fp8_gpu.py and test_fp8_autograd.py."""
     head, sequence = torch.empty(2, 16), torch.empty(2, 2, 16)  # of which only the rank matters
     heads, sequences = (head,) * 3, (sequence,) * 3
-    given = [(64, 64), (128, 128), (256, 256), (96, 80), (192, 128), (16, 48)]
+    given = [(32, 32), (64, 64), (128, 128), (256, 256), (96, 80), (192, 128), (16, 48)]
     found = [quantize_job(dims, given=heads) for dims in given]
     by_channel = [(64, dim_v) for dim_v in (64, 128, 192)]
     found += [quantize_job(dims, given=heads, v_scales="channel") for dims in by_channel]
@@ -119,7 +119,8 @@ def quantize_jobs():
     found += [quantize_job(dims, **hp) for dims in ((64, 96), *packs[:3])]
     found += [quantize_job((128, 128), block=0, **hp)]
     found += [quantize_job((64, 96), given=(False, False, None), **hp)]
-    found += [quantize_job((64, 64), given=(False, False, None), seed=None)]
+    plain = [(64, 64), (128, 128)]
+    found += [quantize_job(dims, given=(False, False, None), seed=None) for dims in plain]
     found += [quantize_job((64, 64), given=(None, False, head), seed=None)]
     found += [quantize_job((64, 64), statistics=True)]
     return found + [(Problem("bf16", 16, dv), TransposeConfig()) for dv in (16, 64, 96, 128, 256)]
