@@ -503,6 +503,7 @@ class QuantizeSm90:
                 self.layout.problem.dtype,
                 self.layout.threads,
                 self.layout.lanes_v,
+                self.layout.v_ahead,
                 self.cfg.v_by_channel,
             ),
             x.v[None, None, head, batch],

@@ -81,6 +81,12 @@ class Layout:
         return stats.lanes_of(self.problem.tile_dim_v)
 
     @property
+    def v_ahead(self) -> int:
+        """Rows of V of which a thread that looks for the largest values reads a vector before it
+        waits for one."""
+        return 16 if self.products and self.block_min == 2 else 8
+
+    @property
     def shift_rows(self) -> int:
         """That a thread shifts."""
         return 4
@@ -92,7 +98,10 @@ class Layout:
     @property
     def block_min(self) -> int:
         """CTAs with rows of q or K on an SM. What a thread holds of a row decides, and whether the
-        assembler gets along with 64 registers without spilling, which must be seen from a build."""
+        assembler gets along with 64 registers without spilling, which must be seen from a build:
+        with twice as many on the tensor cores, or fewer."""
+        if self.products:
+            return {32: 4, 64: 3, 128: 2}[self.dim]
         clean = self.dim % 32 == 0 or self.dim == 16
         return 2 if clean and self.dim <= 128 and self.k_block and not self.rope else 1
 

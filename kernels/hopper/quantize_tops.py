@@ -18,7 +18,6 @@ from cute_attn.kernels.hopper.quantize_rows import THREADS, floats, scale_of
 from cute_attn.kernels.hopper.quantize_stats import VECTOR
 
 WORDS = VECTOR // 2
-IN_FLIGHT = 4096  # vectors that a CTA's threads read before they wait for one
 NO_NUMBER = 0x7FFF7FFF  # two NaNs, of either 16-bit format
 
 
@@ -28,17 +27,13 @@ class Shape(NamedTuple):
     dtype: str
     threads: int  # of a CTA
     lanes: int  # threads that share a row
+    ahead: int  # rows of which a thread reads a vector before it waits for one
     by_channel: bool
 
     @property
     def groups(self) -> int:
         """Rows that are read at once."""
         return self.threads // self.lanes
-
-    @property
-    def in_flight(self) -> int:
-        """Rows of which a thread reads a vector before it waits for one."""
-        return IN_FLIGHT // self.threads
 
 
 @cute.jit
@@ -53,16 +48,15 @@ def measure_chunk(
     """shape: a Shape; v (seqlen, width); shift fp32 (width), None: 0; tops (1) or (width); stage:
     VECTOR words a thread; rows: (the first, where they end)."""
     tidx, groups = cute.arch.thread_idx()[0], const_expr(shape.groups)
-    in_flight = const_expr(shape.in_flight)
     col = cutlass.min(tidx % shape.lanes * VECTOR, v.shape[1] - VECTOR)
     first, end = rows[0] + tidx // shape.lanes, rows[1]
-    passes = cute.ceil_div(end - rows[0], groups * in_flight)
+    passes = cute.ceil_div(end - rows[0], groups * shape.ahead)
     less = [Float32(0.0)] * VECTOR
     if const_expr(shift is not None):
         less = floats(vectors.load(shift, col, VECTOR))
     low, high = numbers(NO_NUMBER), numbers(NO_NUMBER)
     for i in cutlass.range(passes, unroll=1):
-        for raw in read(v, col, first + i * (groups * in_flight), (groups, in_flight), end):
+        for raw in read(v, col, first + i * (groups * shape.ahead), (groups, shape.ahead), end):
             words = cute.recast_tensor(raw, Int32)
             for w in cutlass.range_constexpr(WORDS):
                 low[w] = pair_extremum(shape.dtype, "min", low[w], words[w])
@@ -75,7 +69,7 @@ def measure_chunk(
             cute.math.absf(ends[1][e] - less[e]),
         )
     if largest_of_vector(largest) == Float32.inf:
-        measure_finite(v, col, (first, end, passes * in_flight), groups, less, largest)
+        measure_finite(v, col, (first, end, passes * shape.ahead), groups, less, largest)
     if const_expr(shape.by_channel):
         write_channels(shape, largest, tops, stage)
     else:
