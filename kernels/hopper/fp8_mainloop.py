@@ -166,27 +166,23 @@ class Fp8Consumer(Consumer):
         acc_S, factors = self.scored(q, k, v, block)
         k = self.release_k(k)
         self.softmax.distances(acc_S, factors)
-        words, moved = self.words(), Boolean(False)
+        words = self.words()
         if self.softmax.late_fp8(acc_S, words):
             failures += 1
-            moved = self.softmax.raise_fp8(acc_S)
-            self.cast_into(words, acc_S)
-            if moved:
-                self.softmax.lower_sums()
+            self.after_late(acc_S, words)
         self.softmax.add()
-        if self.always():
-            warpgroup.wait_group(0)
-            if moved:
-                self.rescale_output()
         v = self.release_v(v)
         self.place(words)
         return k, v, failures
 
-    def always(self) -> Boolean:
-        """True, which ptxas does not know. It moves a wait without a branch up, before the weights;
-        and a branch that only some warps take must not hold one, since products are those of a
-        warpgroup."""
-        return self.shape.seqlen_q > 0
+    @cute.jit
+    def after_late(self, acc_S, words):
+        moved = self.softmax.raise_fp8(acc_S)
+        self.cast_into(words, acc_S)
+        warpgroup.wait_group(0)
+        if moved:
+            self.softmax.lower_sums()
+            self.rescale_output()
 
     @cute.jit
     def take_up(self, acc_S, v, moved: Boolean):
@@ -196,11 +192,8 @@ class Fp8Consumer(Consumer):
         if const_expr(early):
             self.cast_into(words, acc_S)
         self.softmax.add()
-        if self.always():
-            warpgroup.wait_group(0)
-            if moved:
-                self.softmax.add_fixed()
-                self.rescale_output()
+        if moved:  # has a wait of its own: ptxas moves one without a branch up, before the weights
+            self.rescale()
         v = self.release_v(v)
         if const_expr(early):
             self.place(words)
@@ -233,6 +226,12 @@ class Fp8Consumer(Consumer):
         P = cute.recast_tensor(self.f.P, Int32)
         for i in cutlass.range_constexpr(cute.size(P)):
             P[i] = copied(words[i])
+
+    @cute.jit
+    def rescale(self):
+        warpgroup.wait_group(0)
+        self.softmax.add_fixed()
+        self.rescale_output()
 
     @cute.jit
     def rescale_output(self):
