@@ -182,7 +182,7 @@ def flash_attn_func(
     return_attn_probs  return (out, softmax_lse, None); softmax_lse, fp32 (batch, nheads_q,
                 seqlen_q), is differentiable here. The third is flash_attn's dropout mask
     preset      'fp8' or 'fp8_hp': the forward as fwd computes it with that preset, the backward as
-                without one, from q, k and v as they are. On CPU tensors
+                without one, from q, k and v as they are
 
     Gradients come from bwd and exist once: a second derivative raises NotImplementedError. Works
     under torch.compile(fullgraph=True) and activation checkpointing; without gradients it is fwd.

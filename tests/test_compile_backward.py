@@ -38,8 +38,9 @@ FEW += jobs([(64, 128), (136, 40)], ["bf16"], [False])
 FEW += jobs([(40, 72), (192, 128)], ["bf16"], [True])
 SWEEP = range(16, MAX_HEAD_DIM + 1, 16)
 CLASSES = jobs([(d, d) for d in SWEEP])
-PAIRS = jobs([(64, 128), (128, 64), (40, 72), (16, 128), (128, 16)])
-PAIRS += jobs([(256, 64), (64, 256), (192, 128), (40, 192), (136, 40), (16, 256)])
+UNEQUAL = [(64, 128), (128, 64), (40, 72), (16, 128), (128, 16)]
+UNEQUAL += [(256, 64), (64, 256), (192, 128), (40, 192), (136, 40), (16, 256)]
+PAIRS = jobs(UNEQUAL, ["bf16"], [True]) + jobs(UNEQUAL, ["fp16"], [False])
 KNOBS = [
     (problem, config)
     for problem in (*(Problem("bf16", d, d, d > 64) for d in (64, 128)), Problem("fp16", 192, 128))

@@ -36,7 +36,7 @@ FEW = [
     (problem(64), replace(MEASURED, statistics=True)),
 ]
 CLASSES = [(problem(d), c) for d in range(16, 257, 16) for c in (GIVEN, MEASURED)]
-CLASSES += [(problem(d), replace(ROPE, half=d // 2)) for d in range(16, 257, 16)]
+CLASSES += [(problem(d), replace(ROPE, half=d // 2)) for d in range(16, 257, 32)]
 CLASSES += [(problem(d, d, "fp16"), replace(ROPE, half=8)) for d in (64, 128, 256)]
 CLASSES += [(problem(d), replace(MEASURED, k_block=0)) for d in (48, 64, 112, 128, 256)]
 CLASSES += [

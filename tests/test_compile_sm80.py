@@ -40,7 +40,7 @@ TABLE = [row for chip in CHIPS for row in rows(chip)]
 # all of one chip, and of the others what their tables have of their own
 FEW = rows("sm_90a") + [r for c in ("sm_80", "sm_86") for r in rows(c, MASKS[:1])[2::3]]
 OTHER_MASKS = [(t, not c) for t, c in MASKS]
-MORE = [row for chip in ("sm_80", "sm_90a") for row in rows(chip, OTHER_MASKS)]
+MORE = rows("sm_80", OTHER_MASKS)
 CLASSES = [
     ("sm_80", problem, tuning_sm80.pick(problem))
     for d in range(16, MAX_HEAD_DIM + 1, 16)

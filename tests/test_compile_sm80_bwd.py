@@ -34,7 +34,7 @@ TABLE = [row for chip in CHIPS for row in rows(chip)]
 # of the chip that runs it in our GPU tests the usual head dims, of the others a few of their own
 FEW = [r for r in rows("sm_90a", MASKS[:1]) if r[1].head_dim == r[1].head_dim_v != 96]
 FEW += [r for c in ("sm_80", "sm_86") for r in rows(c, MASKS[:1]) if r[1].head_dim in (64, 256)]
-MORE = rows("sm_80", OTHER_MASKS)
+MORE = rows("sm_80", OTHER_MASKS)[::2]
 CLASSES = [
     ("sm_80", problem, tuning_bwd_sm80.pick(problem, "sm_80"))
     for d in range(16, MAX_HEAD_DIM + 1, 16)

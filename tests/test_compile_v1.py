@@ -13,7 +13,7 @@ CELLS = [
     (name, chip, Problem("fp16" if chip == "sm_90a" and not causal else "bf16", d, d, causal))
     for name in peers_v1.UNDONE
     for d in (64, 128)
-    for chip, causal in (("sm_80", False), ("sm_80", True), ("sm_90a", True))
+    for chip, causal in (("sm_80", d == 64), ("sm_90a", d == 128))
 ]
 
 
