@@ -32,6 +32,7 @@ def _why_no_dsl():
 
 
 def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: "long" not in item.keywords)  # last, they would end alone
     ampere = {item for item in items if "sm80" in item.keywords}
     hopper = [item for item in items if "gpu" in item.keywords and item not in ampere]
     compiled = [item for item in items if "compile" in item.keywords]

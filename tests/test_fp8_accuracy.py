@@ -58,6 +58,7 @@ def test_fa3_experiment_at_2048():
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_fa3_experiment_at_8192():
     """The protocol's own size: 8 heads of 1024 rows."""
     for preset, limit in (("fp8", 9.6e-3), ("fp8_hp", 7.2e-3)):

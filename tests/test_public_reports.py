@@ -257,7 +257,9 @@ def threads():
 
 @pytest.mark.compile
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="counts threads in /proc")
-@pytest.mark.parametrize("variants", [4, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "variants", [4, pytest.param(60, marks=[pytest.mark.slow, pytest.mark.long])]
+)
 def test_cl_2551_compiling_many_kernels_leaks_no_threads(variants):
     from cute_attn import Problem, tuning
     from cute_attn.kernels.hopper.fwd import compile_fwd
