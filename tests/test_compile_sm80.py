@@ -60,17 +60,22 @@ KNOBS = [
 ]
 
 
-def check(job):
-    chip, problem, config = job
-    with no_float_maxima() as floats:
-        used = inspect.build(problem, config, f"sm80:{chip}").resources
-    assert not floats
+def check_fits(used, chip, problem, config):
+    """As many CTAs an SM as the config wants, made of what Ampere has."""
     assert 0 < used.smem <= AMPERE_SMEM_LIMITS[chip]
     assert used.smem == config.smem_bytes(problem), "infeasible() would not see it coming"
     assert config.ctas * (used.smem + 1024) <= SM_SMEM[chip] * 1024, "fewer CTAs an SM than asked"
     assert used.registers * config.threads * config.ctas <= 65536
     for opcode in ("HMMA", "LDSM", "LDGSTS", "STG", "MUFU.EX2"):
         assert used.counts.get(opcode), opcode
+
+
+def check(job):
+    chip, problem, config = job
+    with no_float_maxima() as floats:
+        used = inspect.build(problem, config, f"sm80:{chip}").resources
+    assert not floats
+    check_fits(used, *job)
     assert used.loops and all(loop.get("MUFU.EX2") for loop in used.loops)
     # a few registers, once a tile; of a block's hundreds of instructions at most three
     assert used.frame <= 64, used

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 from builds import compare_golden, no_float_maxima
-from test_compile_sm80 import CHIPS, MASKS, OTHER_MASKS, SM_SMEM, name
+from test_compile_sm80 import CHIPS, MASKS, OTHER_MASKS, check_fits, name
 
 from cute_attn import tuning_bwd_sm80
-from cute_attn.config import AMPERE_SMEM_LIMITS, AmpereBwdConfig
+from cute_attn.config import AmpereBwdConfig
 from cute_attn.problem import MAX_HEAD_DIM, Problem
 from cute_attn.tools import inspect
 
@@ -70,12 +70,7 @@ def check(job):
         assert not before_or_after.spills, before_or_after
     used = built.resources
     assert used.name.startswith("cute_attn_bwd_sm80_"), "scripts/profile.py would not find it"
-    assert 0 < used.smem <= AMPERE_SMEM_LIMITS[chip]
-    assert used.smem == config.smem_bytes(problem), "infeasible() would not see it coming"
-    assert config.ctas * (used.smem + 1024) <= SM_SMEM[chip] * 1024, "fewer CTAs an SM than asked"
-    assert used.registers * config.threads * config.ctas <= 65536
-    for opcode in ("HMMA", "LDSM", "LDGSTS", "STG", "MUFU.EX2"):
-        assert used.counts.get(opcode), opcode
+    check_fits(used, *job)
     assert any(op.startswith("RED") for op in used.counts), "dQ is added up by reductions"
     assert ("red.relaxed.gpu.global.add.v4.f32" in built.ptx) == config.vector_adds
     assert ("mbarrier.try_wait" in built.ptx) == config.split_barrier

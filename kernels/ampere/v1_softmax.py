@@ -17,6 +17,7 @@ from cutlass import Float32, const_expr
 from cute_attn.kernels.common.bits import fma
 from cute_attn.kernels.common.layout import acc_as_rows
 from cute_attn.kernels.common.softmax import LN_2
+from cute_attn.kernels.common.softmax_lazy import LazySoftmax
 
 
 @dataclass(frozen=True)
@@ -62,15 +63,7 @@ class StepSoftmax:
             self.row_sum[r] = Float32(0.0)
         return factor
 
-    @cute.jit
-    def weigh(self, scores: cute.Tensor, first: cutlass.Constexpr[int]):
-        """Scores become weights. scores: pairs of columns of the rows first and first + 1 in turn,
-        as an A operand has them."""
-        for i in cutlass.range_constexpr(cute.size(scores)):
-            r = first + i // 2 % 2
-            x = fma(scores[i], self.scale_log2, -self.ref[r])
-            scores[i] = cute.math.exp2(x, fastmath=True)
-            self.row_sum[r] = self.row_sum[r] + scores[i]
+    weigh = LazySoftmax.weigh  # against references and into sums of the same names
 
     @cute.jit
     def sums(self) -> cute.Tensor:
