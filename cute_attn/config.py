@@ -61,13 +61,6 @@ class FwdConfig:
                 f"config.q_slots is {self.q_slots}: allowed are 0 and {self.warpgroups} "
                 "(tile_m / 64) to 16"
             )
-        if not self.pingpong and self.q_ring % self.warpgroups:
-            # A slot would serve warpgroups in turn, and only the token keeps one from getting
-            # there before Q of another has landed.
-            raise ValueError(
-                f"config.q_slots is {self.q_slots} without pingpong: allowed are 0 and the "
-                f"multiples of {self.warpgroups} (tile_m / 64)"
-            )
 
     @property
     def warpgroups(self) -> int:
@@ -77,6 +70,12 @@ class FwdConfig:
     def ordered(self) -> bool:
         """Whether a token passes between warpgroups; one alone has nobody to wait for."""
         return self.pingpong and self.warpgroups > 1
+
+    @property
+    def queries_in_turn(self) -> bool:
+        """Whether warpgroups without a token must wait for Q in turn: a slot serves one after the
+        other then, and who came early would take Q of the one before for its own."""
+        return not self.pingpong and self.q_ring % self.warpgroups != 0
 
     @property
     def q_ring(self) -> int:

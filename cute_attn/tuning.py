@@ -55,8 +55,7 @@ def candidates(problem: Problem) -> Iterator[FwdConfig]:
         # two tiles are written 0, as the table does: else one kernel would be tried twice
         for q_slots in sorted({0, warpgroups, warpgroups + 1} - {2 * warpgroups}):
             for pingpong, schedule in product((True, False), ("static", "dynamic")):
-                shared_slots = q_slots % warpgroups != 0  # they need the token
-                if warpgroups > 1 if pingpong else not shared_slots:
+                if warpgroups > 1 or not pingpong:
                     yield FwdConfig(
                         tile_m, tile_n, q_slots=q_slots, pingpong=pingpong, schedule=schedule
                     )

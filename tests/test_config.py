@@ -35,11 +35,13 @@ def test_value_of_the_wrong_type(field, value):
 
 
 @pytest.mark.parametrize("tile_m, q_slots", [(128, 3), (192, 4), (192, 5)])
-def test_slots_that_serve_warpgroups_in_turn_need_the_token(tile_m, q_slots):
-    """Without it a warpgroup could read a slot before its own Q is there."""
+def test_slots_that_serve_one_warpgroup_after_another_need_turns_or_the_token(tile_m, q_slots):
+    """Without either a warpgroup could read a slot before its own Q is there."""
     config = FwdConfig(tile_m, 64, q_slots=q_slots)
-    with pytest.raises(ValueError, match="q_slots is .* without pingpong"):
-        replace(config, pingpong=False)
+    assert config.ordered and not config.queries_in_turn
+    assert replace(config, pingpong=False).queries_in_turn
+    assert not replace(config, pingpong=False, q_slots=0).queries_in_turn
+    assert not replace(config, pingpong=False, q_slots=tile_m // 64).queries_in_turn
 
 
 def test_sums_in_fp32_need_registers():

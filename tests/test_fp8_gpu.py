@@ -146,6 +146,7 @@ def test_scales(scale):
         Fp8Config(128, 160, pingpong=False),
         Fp8Config(128, 160, exact_max=False),
         Fp8Config(64, 128, schedule="grid"),
+        Fp8Config(192, 64, q_slots=4, pingpong=False, exact_max=False),
         Fp8Config(128, 128, promote=1),
         Fp8Config(128, 96, exact_max=False, promote=2),
     ],

@@ -117,6 +117,17 @@ def test_launches_in_flight_on_eight_streams(config):
             assert all(torch.equal(o, right) for o in got)
 
 
+@pytest.mark.parametrize("tile_m, q_slots", [(128, 3), (192, 4), (192, 5)])
+@pytest.mark.parametrize("pingpong", [True, False])
+def test_slots_that_serve_one_warpgroup_after_another(tile_m, q_slots, pingpong):
+    """Tiles of a block each: nothing but turns keeps warpgroups from the next tile's Q."""
+    config = FwdConfig(tile_m, 64, q_slots=q_slots, pingpong=pingpong)
+    q, k, v = tensors(b=4, sq=3000, sk=40, hq=16, hk=16)
+    want = check(q, k, v, config=config)
+    for _ in range(20):
+        assert torch.equal(cute_attn.fwd(q, k, v, config=config), want)
+
+
 # CUDA graphs
 
 

@@ -32,7 +32,7 @@ from cute_attn.kernels.hopper.gemm import STEP, STEP_8
 from cute_attn.kernels.hopper.mainloop import OUTPUT_BARRIER, Consumer, Rows
 from cute_attn.kernels.hopper.operands import Tile
 
-TRIED = 8  # blocks after which those that needed their maximum are counted
+TRIED_FIRST, TRIED = 2, 8  # blocks after which those that needed their maximum are counted
 VOTE_BARRIER = 7  # + warpgroup
 
 
@@ -253,14 +253,15 @@ class Fp8Consumer(Consumer):
     @cute.jit
     def late_blocks(self, q, k, v, rows: Rows, left: Int32):
         """As many as most warps weigh without a maximum; how many are left."""
-        rough = Boolean(False)
+        rough, count = Boolean(False), Int32(TRIED_FIRST)
         while (left > 0) & (not rough):
-            count, failures = cutlass.min(left, TRIED), Int32(0)
+            count, failures = cutlass.min(left, count), Int32(0)
             for i in cutlass.range(count, unroll=1):
                 block = rows.begin + left - 1 - i
                 k, v, failures = self.late_block(q, k, v, block, failures)
             left -= count
             rough = self.in_some_warp(2 * failures > count)
+            count = Int32(TRIED)
         return k, v, left
 
     @cute.jit

@@ -140,8 +140,7 @@ class ForwardSm90:
         k = pipeline.make_pipeline_state(consumer, cfg.kv_stages)
         v = pipeline.make_pipeline_state(consumer, cfg.v_ring)
         t = pipeline.make_pipeline_state(consumer, 2)
-        if wg == cfg.warpgroups - 1:
-            c.pass_token()
+        c.give_first_turn()
         tile, t = scheduler.receive(cfg, smem, pipes, t)
         while tile.kv_end > 0:
             rows = c.rows_of(tile)

@@ -42,11 +42,11 @@ def _views(cfg, problem, x: Inputs, smem: Smem, shape: Shape, tile: Tile):
 
 @cute.jit
 def _begin(cfg, problem, x: Inputs, smem: Smem, pipes, shape: Shape, tile: Tile, q, k):
-    """Q and the first K block."""
+    """The first K block, and Q, whose slots O of the tile before may still have to leave."""
     (tQs, tQg), (tKs, tKg), _ = _views(cfg, problem, x, smem, shape, tile)
+    k = _issue(x.k.atom, tKg[None, tile.kv_end - 1], tKs, pipes.k, k)
     for w in cutlass.range_constexpr(cfg.warpgroups):
         q = _issue(x.q.atom, tQg[None, tile.m_block * cfg.warpgroups + w], tQs, pipes.q, q)
-    k = _issue(x.k.atom, tKg[None, tile.kv_end - 1], tKs, pipes.k, k)
     return q, k
 
 

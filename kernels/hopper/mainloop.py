@@ -28,7 +28,7 @@ from cute_attn.kernels.hopper import epilogue, scheduler
 from cute_attn.kernels.hopper.gemm import STEP, gemm
 from cute_attn.kernels.hopper.operands import Inputs, Mmas, Smem, Tile
 
-TOKEN_BARRIER = 1  # + warpgroup
+TURN_BARRIER = 1  # + warpgroup
 OUTPUT_BARRIER = 4  # + warpgroup
 
 
@@ -91,14 +91,29 @@ class Consumer:
 
     @cute.jit
     def take_token(self):
+        """The right to issue matrix products, which passes from warpgroup to warpgroup."""
         if const_expr(self.cfg.ordered):
-            cute.arch.barrier(barrier_id=TOKEN_BARRIER + self.f.wg, number_of_threads=256)
+            self.await_turn()
 
     @cute.jit
     def pass_token(self):
         if const_expr(self.cfg.ordered):
-            after = self.f.wg + 1 if self.f.wg + 1 < self.cfg.warpgroups else 0
-            cute.arch.barrier_arrive(barrier_id=TOKEN_BARRIER + after, number_of_threads=256)
+            self.pass_turn()
+
+    @cute.jit
+    def await_turn(self):
+        cute.arch.barrier(barrier_id=TURN_BARRIER + self.f.wg, number_of_threads=256)
+
+    @cute.jit
+    def pass_turn(self):
+        after = self.f.wg + 1 if self.f.wg + 1 < self.cfg.warpgroups else 0
+        cute.arch.barrier_arrive(barrier_id=TURN_BARRIER + after, number_of_threads=256)
+
+    @cute.jit
+    def give_first_turn(self):
+        if const_expr(self.cfg.ordered or self.cfg.queries_in_turn):
+            if self.f.wg == self.cfg.warpgroups - 1:
+                self.pass_turn()
 
     @cute.jit
     def scores(self) -> cute.Tensor:
@@ -190,7 +205,7 @@ class Consumer:
     def begin(self, q, k, v, tile: Tile, rows: Rows):
         """First scores of a tile, and their weights; whether the scores are rough (block)."""
         k, v = self.skip(k, v, tile.kv_end - rows.end)
-        self.pipes.q.consumer_wait(q)
+        self.await_queries(q)
         self.pipes.k.consumer_wait(k)
         self.take_token()
         self.softmax.reset()
@@ -205,6 +220,16 @@ class Consumer:
         k.advance()
         self.f.acc_O.fill(0.0)
         return k, v, self.is_rough(rows)
+
+    @cute.jit
+    def await_queries(self, q):
+        """A barrier's phase says whether the last Q of a slot is there, not whose: nobody asks
+        before all that come earlier are."""
+        if const_expr(self.cfg.queries_in_turn):
+            self.await_turn()
+        self.pipes.q.consumer_wait(q)
+        if const_expr(self.cfg.queries_in_turn):
+            self.pass_turn()
 
     @cute.jit
     def is_rough(self, rows: Rows) -> Boolean:
