@@ -154,7 +154,8 @@ class Fp8Config(FwdConfig):
         q = self.q_ring * 64 * max(problem.tile_dim, 2 * problem.tile_dim_v)
         k = self.kv_stages * self.tile_n * problem.tile_dim
         v = self.v_ring * self.tile_n * problem.tile_dim_v * problem.itemsize_v
-        rows = 4 * self.tile_m if self.few_registers(problem.tile_dim_v) else 0
+        # factors of queries, and notes of warps
+        rows = round_up(13 * self.tile_m // 2, 1024) * self.few_registers(problem.tile_dim_v)
         return q + k + v + rows + BARRIER_BYTES
 
     def few_registers(self, tile_dim_v: int) -> bool:

@@ -1,6 +1,11 @@
 """The kernels' own index arithmetic, compiled for the CPU: which tile an index means, and which
 keys and blocks a row reads; what the backward's statistics become."""
 
+import ctypes
+import functools
+import shutil
+import subprocess
+import tempfile
 from unittest import mock
 
 import cutlass
@@ -158,6 +163,30 @@ def places(to: cute.Tensor, layout: cutlass.Constexpr):
                 to[i, j, k] = cute.crd2idx((i, j, k), layout)
 
 
+# What LLVM calls to round to bf16 where the CPU cannot; libgcc has it from version 13 on.
+ROUND_TO_BF16 = """
+#include <string.h>
+float __truncsfbf2(float x) {  /* a bf16 is returned in the lower half of a float's register */
+    unsigned u;
+    memcpy(&u, &x, 4);
+    u = x != x ? u >> 16 | 0x40 : (u + 0x7fff + (u >> 16 & 1)) >> 16;
+    memcpy(&x, &u, 4);
+    return x;
+}
+"""
+
+
+@functools.cache
+def provide_rounding():
+    if hasattr(ctypes.CDLL(None), "__truncsfbf2") or shutil.which("cc") is None:
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        library = f"{folder}/rounding.so"
+        command = ["cc", "-O1", "-shared", "-fPIC", "-x", "c", "-", "-o", library]
+        subprocess.run(command, input=ROUND_TO_BF16, text=True, check=True)
+        ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
+
+
 def tensor(dtype, rank):
     i32, i64 = cute.sym_int32, cute.sym_int64
     shape, strides = (i32() for _ in range(rank)), (i64() for _ in range(rank - 1))
@@ -190,6 +219,7 @@ def compile_statistics(problem, config):
     """A function of torch CPU tensors (rows, words, statistics, ones, of_statistics, of_ones)."""
     io = [tensor(t, rank) for t, rank in ((Float32, 2), (Float32, 2), (BFloat16, 1), (BFloat16, 1))]
     io += [tensor(Int32, 3) for _ in range(2)]
+    provide_rounding()
     with mock.patch.object(cute.arch, "fence_view_async_shared", lambda: None):
         return cute.compile(Statistics(problem, config), *io, options="--enable-tvm-ffi")
 

@@ -120,7 +120,9 @@ def test_every_command_has_help(capsys):
     assert run(["nonsense"]) == 2
 
 
-@pytest.mark.parametrize("name", ["bench", "tune", "report", "dump", "profile", "fp8_accuracy"])
+@pytest.mark.parametrize(
+    "name", ["bench", "tune", "report", "dump", "profile", "fp8_accuracy", "quantize_speed"]
+)
 def test_scripts_start(name):
     """From scripts/ itself: its profile.py must not hide Python's module from torch."""
     done = python(str(ROOT / "scripts" / f"{name}.py"), "--help", PYTHONPATH="")

@@ -123,8 +123,7 @@ def store(cfg, problem, x: Inputs, smem: Smem, pipes):
     """One warp: O of every tile to global memory, then the slot goes back to the loader."""
     consumer = pipeline.PipelineUserType.Consumer
     q = pipeline.make_pipeline_state(consumer, cfg.q_ring)
-    t = pipeline.make_pipeline_state(consumer, 2)
-    tile, t = scheduler.receive(cfg, smem, pipes, t)
+    tile = scheduler.receive(cfg, smem, pipes, Int32(0))
     while tile.kv_end > 0:
         q = store_tile(cfg, problem, x, smem, pipes, tile, q)
-        tile, t = scheduler.receive(cfg, smem, pipes, t)
+        tile = scheduler.receive(cfg, smem, pipes, tile.number + 1)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, const_expr
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from cute_attn.kernels.common import output
@@ -27,12 +27,13 @@ from cute_attn.kernels.common.layout import acc_as_operand_a, acc_as_rows
 from cute_attn.kernels.common.mask import keys_seen, mask_scores
 from cute_attn.kernels.common.merge import pair_at
 from cute_attn.kernels.common.softmax import LN_2
-from cute_attn.kernels.hopper import epilogue
+from cute_attn.kernels.hopper import epilogue, scheduler
 from cute_attn.kernels.hopper.gemm import STEP, STEP_8
 from cute_attn.kernels.hopper.mainloop import OUTPUT_BARRIER, Consumer, Rows
-from cute_attn.kernels.hopper.operands import Tile
+from cute_attn.kernels.hopper.operands import NOTES, Tile
 
 TRIED_FIRST, TRIED = 2, 8  # blocks after which those that needed their maximum are counted
+TOO_MANY, TO_GO = 5, 16  # of TRIED, all of TRIED_FIRST; more than TRIED
 VOTE_BARRIER = 7  # + warpgroup
 
 
@@ -85,7 +86,10 @@ class Fp8Consumer(Consumer):
     def factors(self, block: Int32) -> cute.Tensor:
         """What belongs to a block's keys of the scores' factor."""
         scales = self.x.scales
-        first = cute.make_ptr(Float32, self.k_factors[0], cute.AddressSpace.gmem, assumed_align=4)
+        address = self.k_factors[0]
+        if const_expr(self.few_registers):
+            address = self.noted(0)
+        first = cute.make_ptr(Float32, address, cute.AddressSpace.gmem, assumed_align=4)
         k = cute.make_tensor(first, cute.select(scales.k.layout, mode=[0]))
         count = self.cfg.tile_n // 16 if const_expr(self.problem.fine_k) else 1
         found = cute.make_rmem_tensor(count, Float32)
@@ -126,6 +130,7 @@ class Fp8Consumer(Consumer):
             cute.arch.sync_warp()  # the tile before has read them
             for r in cutlass.range_constexpr(2):
                 self.smem.rows[self.f.wg * 64 + C[r, 0][0]] = self.softmax.scale[r]
+            self.note(tile)
             cute.arch.sync_warp()
         self.total.fill(0.0)
         return Consumer.begin(self, q, k, v, tile, rows)
@@ -243,42 +248,64 @@ class Fp8Consumer(Consumer):
     def blocks(self, q, k, v, tile: Tile, rows: Rows, rough: Boolean):
         for i in cutlass.range(rows.end - 1 - rows.full, unroll=1):
             k, v = self.masked_block(q, k, v, rows, rows.end - 2 - i)
-        left = rows.full - rows.begin
+        block = rows.full - 1
         if const_expr(not self.cfg.exact_max):
-            k, v, left = self.late_blocks(q, k, v, rows, left)
-        for i in cutlass.range(left, unroll=1):
-            k, v = self.block(q, k, v, rows.begin + left - 1 - i)
+            k, v, block = self.late_blocks(q, k, v, block)
+        for i in cutlass.range(block + 1, unroll=1):
+            k, v = self.block(q, k, v, block - i)
         return k, v
 
     @cute.jit
-    def late_blocks(self, q, k, v, rows: Rows, left: Int32):
-        """As many as most warps weigh without a maximum; how many are left."""
-        rough, count = Boolean(False), Int32(TRIED_FIRST)
-        while (left > 0) & (not rough):
-            count, failures = cutlass.min(left, count), Int32(0)
-            for i in cutlass.range(count, unroll=1):
-                block = rows.begin + left - 1 - i
-                k, v, failures = self.late_block(q, k, v, block, failures)
-            left -= count
-            rough = self.in_some_warp(2 * failures > count)
-            count = Int32(TRIED)
-        return k, v, left
+    def late_blocks(self, q, k, v, block: Int32):
+        """From this one down, as many as most warps weigh without a maximum; the next one."""
+        rough = Boolean(False)
+        # In one register: blocks to go before failures are counted, and failures
+        state = cutlass.min(block + 1, TRIED_FIRST) * TO_GO + TOO_MANY - TRIED_FIRST
+        while (block >= 0) & (not rough):
+            while state >= TO_GO:
+                k, v, state = self.late_block(q, k, v, block, state - TO_GO)
+                block -= 1
+            rough = self.in_some_warp(state >= TOO_MANY)
+            state = cutlass.min(block + 1, TRIED) * TO_GO
+        return k, v, block
 
     @cute.jit
     def in_some_warp(self, condition: Boolean) -> Boolean:
         """Of this warpgroup, whose warps take the same way: products are the warpgroup's."""
         return any_of_threads(condition, VOTE_BARRIER + self.f.wg, 128)
 
+    def queries(self, q, tile: Tile):
+        return scheduler.q_state(self.cfg, tile, self.f.wg) if self.few_registers else q
+
+    @cute.jit
+    def note(self, tile: Tile):
+        """What the tile's end and its blocks would keep in registers."""
+        notes = self.smem.notes
+        values = self.k_factors[0], tile.m_block, tile.head, tile.batch, tile.number
+        if cute.arch.lane_idx() == 0:
+            for i in cutlass.range_constexpr(NOTES):
+                notes[i, consumer_warp()] = Int64(values[i])
+
+    def noted(self, i: int) -> Int64:
+        return self.smem.notes[i, consumer_warp()]
+
     @cute.jit
     def end(self, q, v, tile: Tile, rows: Rows):
-        return self.afresh().finish(q, v, tile, rows)
+        c = self.afresh()
+        if const_expr(self.few_registers):
+            m_block, head, batch, number = [Int32(self.noted(i)) for i in range(1, NOTES)]
+            tile = Tile(m_block, head, batch, Int32(0), Int32(0), number)
+            q = self.queries(q, tile)
+            rows = rows._replace(first=m_block * self.cfg.tile_m + self.f.wg * 64)
+            self.at[0], self.at[1] = head // self.shape.q_per_kv, batch
+        return c.finish(q, v, tile, rows)
 
     def afresh(self) -> "Fp8Consumer":
         """Of a thread index that the compiler takes for another: what it makes of the first would
         wait in registers all the way."""
         if not self.few_registers:
             return self
-        tidx = copied(cute.arch.thread_idx()[0]) % 128
+        tidx = copied(cute.arch.thread_idx()[0]) & 127
         keys = cute.make_identity_tensor((64, self.cfg.tile_n))
         cS = self.f.mmas.qk.get_slice(tidx).partition_C(keys)
         return replace(self, f=self.f._replace(tidx=tidx, cS=cS))
@@ -309,7 +336,7 @@ class Fp8Consumer(Consumer):
         else:
             epilogue.hand_over_output(self.smem, self.f, self.pipes.o, q.index)
         q.advance(self.cfg.warpgroups)
-        return q, v
+        return q, v, tile.number
 
     @cute.jit
     def shift_lse(self, lse: cute.Tensor, tile: Tile, rows: Rows):
@@ -397,6 +424,11 @@ def channel_pair(
         if 4 * c < values.shape[0]:
             cute.autovec_copy(pair_at(values, first + 4 * c), pair)
     return pair
+
+
+def consumer_warp() -> Int32:
+    """Computed where it stands."""
+    return (copied(cute.arch.thread_idx()[0]) >> 5) - 4
 
 
 def same_slots(problem) -> bool:

@@ -139,15 +139,14 @@ class ForwardSm90:
         q = pipeline.PipelineState(cfg.q_ring, Int32(0), wg, Int32(0))
         k = pipeline.make_pipeline_state(consumer, cfg.kv_stages)
         v = pipeline.make_pipeline_state(consumer, cfg.v_ring)
-        t = pipeline.make_pipeline_state(consumer, 2)
         c.give_first_turn()
-        tile, t = scheduler.receive(cfg, smem, pipes, t)
+        tile = scheduler.receive(cfg, smem, pipes, Int32(0))
         while tile.kv_end > 0:
-            rows = c.rows_of(tile)
+            rows, q = c.rows_of(tile), c.queries(q, tile)
             k, v, rough = c.begin(q, k, v, tile, rows)
             k, v = c.blocks(q, k, v, tile, rows, rough)
-            q, v = c.end(q, v, tile, rows)
-            tile, t = scheduler.receive(cfg, smem, pipes, t)
+            q, v, number = c.end(q, v, tile, rows)
+            tile = scheduler.receive(cfg, smem, pipes, number + 1)
 
     def consumer(self, x, smem, f, pipes, shape, scale_log2):
         softmax = make_softmax(self.problem, scale_log2)

@@ -173,6 +173,10 @@ class Consumer:
                     key_end, self.shape,
                 )  # fmt: skip
 
+    def queries(self, q, tile: Tile):
+        """Where Q of the tile lies."""
+        return q
+
     @cute.jit
     def rows_of(self, tile: Tile) -> Rows:
         row = tile.m_block * self.cfg.tile_m + self.f.wg * 64
@@ -368,7 +372,7 @@ class Consumer:
 
     @cute.jit
     def end(self, q, v, tile: Tile, rows: Rows):
-        """The last O += P V of a tile; O and LSE leave."""
+        """The last O += P V of a tile; O and LSE leave. The tile's number comes back."""
         self.pipes.v.consumer_wait(v)
         self.take_token()
         self.issue_pv(v)
@@ -396,4 +400,4 @@ class Consumer:
             output.normalise(self.f.acc_O, norm)
             epilogue.hand_over_output(self.smem, self.f, self.pipes.o, q.index)
         q.advance(self.cfg.warpgroups)
-        return q, v
+        return q, v, tile.number

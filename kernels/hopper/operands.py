@@ -5,6 +5,8 @@ from typing import NamedTuple
 import cutlass.cute as cute
 from cutlass import Int32
 
+NOTES = 5  # address of K's factors; m_block, head, batch and number of the tile
+
 
 class TmaOperand(NamedTuple):
     atom: cute.CopyAtom
@@ -78,6 +80,7 @@ class Smem(NamedTuple):
     o: cute.Tensor  # (64, head_dim_v, slots), in the same slots as q
     tickets: cute.Tensor  # (5, 2) coordinates of tiles, from the loader to everybody else
     rows: cute.Tensor | None = None  # (tile_m,) fp32: factors of FP8 queries
+    notes: cute.Tensor | None = None  # (NOTES, consumer warp) int64: what has no registers in FP8
 
 
 class Tile(NamedTuple):
@@ -88,3 +91,4 @@ class Tile(NamedTuple):
     batch: Int32
     kv_end: Int32  # one past the last KV block; 0: no tile, the work is done
     part: Int32  # of the keys
+    number: Int32 = Int32(0)  # among those of the CTA

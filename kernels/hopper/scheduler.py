@@ -2,7 +2,7 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Int32, const_expr, pipeline
 
 from cute_attn.kernels.common.mask import kv_block_end
 from cute_attn.kernels.common.schedule import Shape, place
@@ -69,13 +69,20 @@ def publish(cfg, smem: Smem, pipes, tile: Tile, t):
 
 
 @cute.jit
-def receive(cfg, smem: Smem, pipes, t):
+def receive(cfg, smem: Smem, pipes, number: Int32) -> Tile:
+    """The CTA's tile of that number, from 0 on."""
+    t = pipeline.PipelineState(2, number, number & 1, number >> 1 & 1)
     pipes.tickets.consumer_wait(t)
     m_block, head, batch, kv_end = [smem.tickets[i, t.index] for i in range(4)]
     part = Int32(0)
     if const_expr(cfg.split_kv):
         part = smem.tickets[4, t.index]
     pipes.tickets.consumer_release(t)
-    t.advance()
     uniform = cute.arch.make_warp_uniform
-    return Tile(*[uniform(x) for x in (m_block, head, batch, kv_end, part)]), t
+    return Tile(*[uniform(x) for x in (m_block, head, batch, kv_end, part)], number)
+
+
+def q_state(cfg, tile: Tile, wg: Int32) -> pipeline.PipelineState:
+    """Where a warpgroup's Q of the tile lies."""
+    count = cute.arch.make_warp_uniform(tile.number * cfg.warpgroups + wg)
+    return pipeline.PipelineState(cfg.q_ring, count, count % cfg.q_ring, count // cfg.q_ring & 1)

@@ -9,7 +9,7 @@ from cutlass import pipeline
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
-from cute_attn.kernels.hopper.operands import Dtypes, Inputs, Smem
+from cute_attn.kernels.hopper.operands import NOTES, Dtypes, Inputs, Smem
 
 
 def tile_layout(dtype, shape, stages, stage_elements=0, columns=0):
@@ -26,11 +26,11 @@ def tile_layout(dtype, shape, stages, stage_elements=0, columns=0):
     return cute.make_composed_layout(layout.inner, layout.offset, outer)
 
 
-def row_factors(cfg, x: Inputs) -> int:
-    """Factors of FP8 queries that lie here."""
+def instead_of_registers(cfg, x: Inputs) -> tuple[int, int]:
+    """Factors of FP8 queries that lie here, and warps that note their tile."""
     if x.scales is None or not cfg.few_registers(cute.size(x.o.layout, mode=[1])):
-        return 0
-    return cfg.tile_m
+        return 0, 0
+    return cfg.tile_m, cfg.tile_m // 16
 
 
 def storage_struct(cfg, dtypes: Dtypes, x: Inputs):
@@ -41,7 +41,7 @@ def storage_struct(cfg, dtypes: Dtypes, x: Inputs):
         return cute.struct.MemRange[cutlass.Int64, 2 * stages]
 
     o_elements = cute.cosize(x.o.layout) * dtypes.o.width // dtypes.q.width
-    floats = row_factors(cfg, x)
+    floats, warps = instead_of_registers(cfg, x)
 
     @cute.struct
     class Storage:
@@ -51,6 +51,7 @@ def storage_struct(cfg, dtypes: Dtypes, x: Inputs):
         o_full: ring(cfg.q_ring)
         ticket_full: ring(2)
         tickets: cute.struct.MemRange[cutlass.Int32, 10]
+        notes: cute.struct.MemRange[cutlass.Int64, NOTES * warps]
         rows: cute.struct.MemRange[cutlass.Float32, floats]
         q: tile(dtypes.q, max(cute.cosize(x.q.layout), o_elements))
         k: tile(dtypes.k, cute.cosize(x.k.layout))
@@ -108,11 +109,13 @@ def smem_tensors(cfg, storage, dtypes: Dtypes, x: Inputs) -> Smem:
     def view(field, layout, dtype=None):
         return field.get_tensor(layout.outer, swizzle=layout.inner, dtype=dtype)
 
+    rows, warps = instead_of_registers(cfg, x)
     return Smem(
         q=view(storage.q, x.q.layout),
         k=view(storage.k, x.k.layout),
         v=view(storage.v, x.v.layout),
         o=view(storage.q, x.o.layout, dtypes.o),
         tickets=storage.tickets.get_tensor(cute.make_layout((5, 2))),
-        rows=storage.rows.get_tensor(cute.make_layout(cfg.tile_m)) if row_factors(cfg, x) else None,
+        rows=storage.rows.get_tensor(cute.make_layout(rows)) if rows else None,
+        notes=storage.notes.get_tensor(cute.make_layout((NOTES, warps))) if warps else None,
     )
