@@ -119,13 +119,15 @@ def test_launches_in_flight_on_eight_streams(config):
 
 @pytest.mark.parametrize("tile_m, q_slots", [(128, 3), (192, 4), (192, 5)])
 @pytest.mark.parametrize("pingpong", [True, False])
-def test_slots_that_serve_one_warpgroup_after_another(tile_m, q_slots, pingpong):
-    """Tiles of a block each: nothing but turns keeps warpgroups from the next tile's Q."""
+@pytest.mark.parametrize("causal, sq, sk", [(False, 3000, 40), (True, 900, 900)])
+def test_slots_that_serve_one_warpgroup_after_another(tile_m, q_slots, pingpong, causal, sq, sk):
+    """Tiles of a block each: nothing but turns keeps warpgroups from the next tile's Q. With a mask
+    the first warpgroups of a tile skip more blocks than the ring of K has slots."""
     config = FwdConfig(tile_m, 64, q_slots=q_slots, pingpong=pingpong)
-    q, k, v = tensors(b=4, sq=3000, sk=40, hq=16, hk=16)
-    want = check(q, k, v, config=config)
+    q, k, v = tensors(b=4, sq=sq, sk=sk, hq=16, hk=16)
+    want = check(q, k, v, config=config, causal=causal)
     for _ in range(20):
-        assert torch.equal(cute_attn.fwd(q, k, v, config=config), want)
+        assert torch.equal(cute_attn.fwd(q, k, v, config=config, causal=causal), want)
 
 
 # CUDA graphs

@@ -32,8 +32,10 @@ from cute_attn.kernels.hopper.gemm import STEP, STEP_8
 from cute_attn.kernels.hopper.mainloop import OUTPUT_BARRIER, Consumer, Rows
 from cute_attn.kernels.hopper.operands import NOTES, Tile
 
-TRIED_FIRST, TRIED = 2, 8  # blocks after which those that needed their maximum are counted
-TOO_MANY, TO_GO = 5, 16  # of TRIED, all of TRIED_FIRST; more than TRIED
+# Blocks after which those that needed their maximum are counted. With a mask the block before the
+# first may show a row few keys, so that the first often needs it.
+TRIED_FIRST, TRIED_FIRST_CAUSAL, TRIED = 2, 3, 8
+TOO_MANY, TO_GO = 5, 16  # of TRIED, or all of the first; more than TRIED
 VOTE_BARRIER = 7  # + warpgroup
 
 
@@ -259,8 +261,9 @@ class Fp8Consumer(Consumer):
     def late_blocks(self, q, k, v, block: Int32):
         """From this one down, as many as most warps weigh without a maximum; the next one."""
         rough = Boolean(False)
+        first = TRIED_FIRST_CAUSAL if const_expr(self.problem.causal) else TRIED_FIRST
         # In one register: blocks to go before failures are counted, and failures
-        state = cutlass.min(block + 1, TRIED_FIRST) * TO_GO + TOO_MANY - TRIED_FIRST
+        state = cutlass.min(block + 1, first) * TO_GO + TOO_MANY - first
         while (block >= 0) & (not rough):
             while state >= TO_GO:
                 k, v, state = self.late_block(q, k, v, block, state - TO_GO)

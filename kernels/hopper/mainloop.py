@@ -208,8 +208,15 @@ class Consumer:
     @cute.jit
     def begin(self, q, k, v, tile: Tile, rows: Rows):
         """First scores of a tile, and their weights; whether the scores are rough (block)."""
+        if const_expr(self.cfg.queries_in_turn):
+            # Before blocks are skipped: their slots come back when all have left them, and nobody
+            # else begins before this warpgroup has passed the turn.
+            self.await_turn()
+            self.pipes.q.consumer_wait(q)
+            self.pass_turn()
         k, v = self.skip(k, v, tile.kv_end - rows.end)
-        self.await_queries(q)
+        if const_expr(not self.cfg.queries_in_turn):
+            self.pipes.q.consumer_wait(q)
         self.pipes.k.consumer_wait(k)
         self.take_token()
         self.softmax.reset()
@@ -224,16 +231,6 @@ class Consumer:
         k.advance()
         self.f.acc_O.fill(0.0)
         return k, v, self.is_rough(rows)
-
-    @cute.jit
-    def await_queries(self, q):
-        """A barrier's phase says whether the last Q of a slot is there, not whose: nobody asks
-        before all that come earlier are."""
-        if const_expr(self.cfg.queries_in_turn):
-            self.await_turn()
-        self.pipes.q.consumer_wait(q)
-        if const_expr(self.cfg.queries_in_turn):
-            self.pass_turn()
 
     @cute.jit
     def is_rough(self, rows: Rows) -> Boolean:
