@@ -1,4 +1,5 @@
-"""Shared by the tests that build kernels: the ban on float maxima, and the golden counts."""
+"""Shared by the tests that build kernels: the ban on float maxima, the golden counts, and which
+builds of a sweep CI has time for."""
 
 import contextlib
 import json
@@ -13,6 +14,19 @@ from cute_attn.tools.compile import describe
 
 def job_id(job):
     return describe(job[0]).replace(" ", "-").replace("/", "v")
+
+
+def one_of_each(jobs, among=()):
+    """Parameters for jobs, (problem, config) at their end. CI builds one for each pair of head dims
+    of these, or of those that they are among: of the first pair the first, of the second the
+    second, so that dtypes, masks and configs take turns. The others are marked exhaustive."""
+    jobs, pairs = list(jobs), {}
+    for job in among or jobs:
+        pairs.setdefault((job[-2].head_dim, job[-2].head_dim_v), []).append(job)
+    chosen = [pair[n % len(pair)] for n, pair in enumerate(pairs.values())]
+    return [
+        pytest.param(job, marks=() if job in chosen else pytest.mark.exhaustive) for job in jobs
+    ]
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from builds import compare_golden, job_id, no_float_maxima
+from builds import compare_golden, job_id, no_float_maxima, one_of_each
 
 from cute_attn import backward, tuning_bwd
 from cute_attn import compile as jit
@@ -118,25 +118,16 @@ def test_deterministic(job):
 
 
 @slow
-@pytest.mark.parametrize("job", EVERY_IN_TURN, ids=job_id)
-def test_every_deterministic_class(job):
-    check(*job)
-
-
-@slow
-@pytest.mark.parametrize("job", [j for j in CLASSES if j not in FEW], ids=job_id)
+@pytest.mark.parametrize(
+    "job", one_of_each(j for j in CLASSES + PAIRS + EVERY_IN_TURN if j not in FEW), ids=job_id
+)
 def test_every_head_dim_class(job):
+    """Deterministic and not."""
     check(*job)
 
 
 @slow
-@pytest.mark.parametrize("job", [j for j in PAIRS if j not in FEW], ids=job_id)
-def test_more_head_dims(job):
-    check(*job)
-
-
-@slow
-@pytest.mark.parametrize("job", KNOBS, ids=lambda job: f"{job_id(job)}-{job[1]}")
+@pytest.mark.parametrize("job", one_of_each(KNOBS), ids=lambda job: f"{job_id(job)}-{job[1]}")
 def test_what_a_sweep_tries(job):
     check(*job)
 

@@ -4,7 +4,7 @@ no GPU."""
 from dataclasses import replace
 
 import pytest
-from builds import job_id, no_float_maxima
+from builds import job_id, no_float_maxima, one_of_each
 
 from cute_attn import compile as jit
 from cute_attn.config import QuantizeConfig, TransposeConfig
@@ -131,7 +131,7 @@ def test_builds(job):
 
 
 @slow
-@pytest.mark.parametrize("job", [j for j in CLASSES if j not in FEW], ids=ids)
+@pytest.mark.parametrize("job", one_of_each(j for j in CLASSES if j not in FEW), ids=ids)
 def test_every_class(job):
     check(*job)
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from builds import compare_golden, no_float_maxima
+from builds import compare_golden, no_float_maxima, one_of_each
 from test_compile_sm80 import CHIPS, MASKS, OTHER_MASKS, check_fits, name
 
 from cute_attn import tuning_bwd_sm80
@@ -57,6 +57,7 @@ IN_TURN = [
     for chip, problem, config in TABLE
     if problem.dtype == "bf16" and chip == "sm_80"
 ]
+OTHERS = [job for job in TABLE if job not in FEW] + MORE + CLASSES + PAIRS + IN_TURN
 
 
 def check(job):
@@ -90,13 +91,15 @@ def test_tuning_row(job):
 
 
 @slow
-@pytest.mark.parametrize("job", [job for job in TABLE if job not in FEW], ids=name)
+@pytest.mark.parametrize(
+    "job", one_of_each([job for job in TABLE if job not in FEW], OTHERS), ids=name
+)
 def test_tuning_row_of_another_chip(job):
     compare_golden(GOLDEN, name(job), check(job).golden(), map(name, TABLE))
 
 
 @slow
-@pytest.mark.parametrize("job", MORE + CLASSES + PAIRS, ids=name)
+@pytest.mark.parametrize("job", one_of_each(MORE + CLASSES + PAIRS, OTHERS), ids=name)
 def test_more_masks_and_head_dims(job):
     check(job)
 
@@ -109,7 +112,7 @@ def test_deterministic(job):
 
 
 @slow
-@pytest.mark.parametrize("job", IN_TURN, ids=name)
+@pytest.mark.parametrize("job", one_of_each(IN_TURN, OTHERS), ids=name)
 def test_every_deterministic_row(job):
     check(job)
 

@@ -308,3 +308,30 @@ def test_in_a_graph():
         got.zero_()
         graph.replay()
         assert torch.equal(got, want)
+
+
+def climbing(binades, seqlen, dim):
+    """q and k whose scores rise by so many binades over 128 keys from the key 200 before the last
+    on, down to the 150th; blocks are visited from the last one on. binades: of rows in turn."""
+    g = torch.Generator().manual_seed(5)
+    q, k = (torch.randn(1, seqlen, 2, dim, generator=g) for _ in range(2))
+    steps = (torch.arange(seqlen, 0, -1) - 200).clamp(0, seqlen - 350) / 128.0
+    k[..., 0] = steps[None, :, None]
+    of_rows = torch.tensor(binades).repeat(-(-seqlen // len(binades)))[:seqlen]
+    q[..., 0] = (of_rows * math.log(2.0) * dim**0.5)[None, :, None]
+    return q.to(BF16), k.to(BF16)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("binades", [(10.0,), (4.0,), (5.0, 9.0, 30.0, -10.0)])
+def test_rows_that_climb(binades, causal):
+    """Weights before the maximum, in rows that need it in every block, or in none any more."""
+    q, k = climbing(binades, 2100, 128)
+    v = random(1, 2100, 2, 128, seed=3) + 0.3
+    options = {"k_shift": False, "qk_balance": torch.ones(2, 128)}  # channel 0 stays as it is
+    compare(cute_attn.quantize_qkv(q, k, v, **options), causal)
+
+
+def test_rows_that_jump():
+    q, k, v = (random(1, 1300, 2, 128, seed=i) for i in range(3))
+    compare(cute_attn.quantize_qkv(q * 6, k * 6, v), True)

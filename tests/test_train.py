@@ -69,7 +69,7 @@ def check(record, close, preset=None, preset_close=0.0):
 
 
 def test_both_learn_the_same_on_the_cpu(tmp_path):
-    record = trained(tmp_path, "--cpu", "--steps", "25", "--batch", "8")
+    record = trained(tmp_path, "--cpu", "--steps", "16", "--batch", "8")
     assert record["device"] == "cpu"
     check(record, close=0.01)
 
@@ -77,7 +77,7 @@ def test_both_learn_the_same_on_the_cpu(tmp_path):
 @pytest.mark.parametrize("preset", ["fp8", "fp8_hp"])
 def test_fp8_learns_as_bf16_does_on_the_cpu(tmp_path, preset):
     plot = tmp_path / "loss.svg"
-    options = ["--cpu", "--steps", "25", "--batch", "8", "--preset", preset]
+    options = ["--cpu", "--steps", "16", "--batch", "8", "--preset", preset]
     if importlib.util.find_spec("matplotlib"):
         options += ["--out", str(plot)]
     record = trained(tmp_path, *options)
