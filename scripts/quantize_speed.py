@@ -66,7 +66,7 @@ def main():
     options = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("torch finds no GPU: python -m cute_attn info says why")
-    timer, found = Timer("cuda"), []
+    timer = Timer("cuda")
     where = records.environment("cuda", [], "fwd_fp8")
     where["command"] = records.command_line(["python scripts/quantize_speed.py", *sys.argv[1:]])
     print(f"{'':34}{'':28}{'us':>8}{'GB/s':>8}{'of copy':>9}{'host us':>9}")
@@ -87,13 +87,12 @@ def main():
                 "of_copy": rates[i] / rates[0],
                 "host_us": host[i],
             }
-            found.append({**where, **record})
+            if options.out:
+                records.append(options.out, [{**where, **record}])
             label = "b{}-s{}-h{}k{}-d{}".format(*shape)
             shown = f"{host[i]:9.1f}" if host[i] else ""
             row = f"{ms * 1e3:8.1f}{rates[i]:8.0f}{rates[i] / rates[0]:9.3f}{shown}"
             print(f"{label:34}{name:28}{row}", flush=True)
-    if options.out:
-        records.append(options.out, found)
 
 
 if __name__ == "__main__":
