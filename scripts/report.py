@@ -201,6 +201,32 @@ def deterministic(found):
     return "\n".join([*lines, *rows, "", mean]) + "\n"
 
 
+def of_quantising(r):
+    """Records of scripts/quantize_speed.py as those of a pass of their own."""
+    if "what" not in r:
+        return r
+    case = "b{batch}-s{seqlen}-h{heads_q}k{heads_kv}-d{d}".format_map(r["shape"])
+    return r | {"case": f"{case}, {r['what']}", "pass": "quantise", "data": "normal"}
+
+
+def quantise(found):
+    here = [r for r in found if r["what"] != "copy"]
+    if not here:
+        return NOTHING
+    lines = [
+        *heading(here),
+        "",
+        "| batch, tokens, heads of q and k, d; what | µs | GB/s | of a copy | host µs |",
+    ]
+    lines.append("|---" * 5 + "|")
+    for case in dict.fromkeys(r["case"] for r in here):
+        mine = [r for r in here if r["case"] == case]
+        of = lambda key, mine=mine: statistics.median(r[key] for r in mine)
+        sizes = f"{of('ms') * 1e3:.1f} | {of('gb_per_s'):.0f} | {of('of_copy'):.3f}"
+        lines.append(f"| {case} | {sizes} | {of('host_us'):.1f} |")
+    return "\n".join(lines) + "\n"
+
+
 def support(found):
     from cute_attn.tools import support  # takes torch, which the other tables do without
 
@@ -262,6 +288,7 @@ TABLES = {  # name -> the pass, and the table of its records
     "fp8_main": ("fwd_fp8", lambda found: full(found, "main18", "normal")),
     "fp8_ramp": ("fwd_fp8", lambda found: full(found, "main18", "ramp")),
     "fp8_hp": ("fwd_fp8_hp", lambda found: full(found, "main18", "normal")),
+    "quantise": ("quantise", quantise),
     "accuracy": ("accuracy", accuracy),
     "support": ("", support),
     "fwd_bwd": ("fwd_bwd", lambda found: full(found, "step", "normal", STEPS)),
@@ -335,7 +362,8 @@ def main(argv):
         found = records.read(args.records or sorted((ROOT / "benchmarks").glob("*.jsonl")))
     except (OSError, ValueError) as error:
         p.error(str(error))
-    found = newest([of_slope(r) for r in found if "case" in r])  # the others are test runs
+    # others are of test runs and of training
+    found = newest([of_slope(r) for r in map(of_quantising, found) if "case" in r])
     stale = []
     for place in PLACES:
         path = ROOT / place
