@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_attn import autograd, fp8, launch, quantize
+from cute_attn import autograd, backward, fp8, launch, quantize
 from cute_attn.fp8 import Options
 
 _library = torch.library.Library("cute_attn", "FRAGMENT")  # its operator lives as long as it does
@@ -34,8 +34,8 @@ def attention(
     return_lse: bool,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse), differentiable; lse may hold nothing unless return_lse. Arguments and errors are
-    those of cute_attn.flash_attn_func. Without gradients, and with nothing that watches operators,
-    the dispatcher is spared."""
+    those of cute_attn.flash_attn_func. Where nothing watches operators the dispatcher is spared, as
+    in autograd.attention."""
     for name, flag in (("causal", causal), ("deterministic", deterministic)):
         if not isinstance(flag, bool):
             raise TypeError(f"{name} is {flag!r}: a bool is wanted")
@@ -50,6 +50,9 @@ def attention(
             softmax_scale, _ = fp8.checked_preset(q, k, v, preset, options)
         if tangents:  # torch's own message names no argument
             launch._refuse_tangents(q, k, v)
+        if type(q) is type(k) is type(v) is Tensor and not autograd._watched():
+            found = _Attention.apply(q, k, v, softmax_scale, causal, deterministic, preset)
+            return found[0], found[1]
     out, lse = torch.ops.cute_attn.fwd_fp8(q, k, v, softmax_scale, causal, deterministic, preset)
     return out, lse
 
@@ -81,28 +84,54 @@ def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tens
     scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
     if dout is None:
         dout = out.new_zeros(()).expand(out.shape)
-    centre = _centre(k)
-    centred = (k.float() - quantize._per_token(centre)).to(k.dtype)
+    K = k.float()
+    centre = _centre(K, k.dtype)
+    centred = (K - quantize._per_token(centre)).to(k.dtype)
     of_head = quantize._per_query_head(centre, q.shape[2])  # (b, 1, hq, d)
-    of_centre = scale * (q.float() * of_head).sum(-1).transpose(1, 2)  # (b, hq, sq)
-    dq, dk, dv = torch.ops.cute_attn.bwd(  # it has the error for gradients of gradients too
-        dout, q, centred, v, out, lse - of_centre, dlse, scale, causal, deterministic
-    )
+    of_centre = (q * of_head).sum(-1).transpose(1, 2)  # fp32 (b, hq, sq)
+    lse_centred = torch.sub(lse, of_centre, alpha=scale)
+    if torch.is_grad_enabled() or autograd._watched() or type(dout) is not Tensor:
+        # the operator also has the error for gradients of gradients
+        dq, dk, dv = torch.ops.cute_attn.bwd(
+            dout, q, centred, v, out, lse_centred, dlse, scale, causal, deterministic
+        )
+    else:
+        dq, dk, dv = backward.backward(
+            dout, q, centred, v, out, lse_centred, causal, scale,
+            dlse=dlse, deterministic=deterministic,
+        )  # fmt: skip
     if dlse is not None:  # LSE moves with q . centre, whatever the weights
         of_row = (scale * dlse).masked_fill(lse == -torch.inf, 0.0).transpose(1, 2).unsqueeze(-1)
         dq = (dq.float() + of_row * of_head).to(q.dtype)
     return dq, dk, dv, None, None, None, None
 
 
-def _centre(k: Tensor) -> Tensor:
+class _Attention(torch.autograd.Function):  # type: ignore[misc]
+    """What torch.ops.cute_attn.fwd_fp8 does of a tensor that requires grad, without the
+    dispatcher."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        output = _fwd(*inputs)
+        autograd._save(ctx, inputs, output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        return _gradients(ctx, *gradients)
+
+
+def _centre(K: Tensor, dtype: torch.dtype) -> Tensor:
     """fp32 (batch, nheads_kv, head_dim): the mean key, 0 in channels where it is less than half of
-    their root mean square. It does no harm there, and K less it, rounded to K's dtype, would: a
-    large score would be off. 0 also where K less it has no room in that dtype."""
-    K = k.float()
-    mean = quantize._mean(K, (1,))
-    small = 4 * mean.square() < quantize._mean(K.square(), (1,))
-    reach = quantize._largest(K.abs()).squeeze(1) + mean.abs()
-    return mean.masked_fill(small | (reach > torch.finfo(k.dtype).max), 0.0)
+    their root mean square. It does no harm there, and K less it, rounded to dtype, would: a large
+    score would be off. 0 also where K less it has no room in that dtype, or there is no mean."""
+    if not K.shape[1]:
+        return K.sum(1)
+    variance, mean = torch.var_mean(K, 1, correction=0)
+    small = 3 * mean.square() < variance  # which is the mean square less that of the mean
+    reach = torch.linalg.vector_norm(K, torch.inf, 1) + mean.abs()
+    wanted = ~small & (reach <= torch.finfo(dtype).max)  # not with an infinity or a NaN
+    return torch.where(wanted, mean, 0.0)
 
 
 _library.impl("fwd_fp8", _fwd, "CompositeExplicitAutograd")

@@ -116,6 +116,37 @@ def test_without_gradients_it_is_fwd():
         assert not cute_attn.flash_attn_func(leaf, k, v, preset="fp8").requires_grad
 
 
+def test_the_short_way_and_the_operators_give_the_same(monkeypatch):
+    q, k, v = leaves(2, 70, 90, (4, 2), 64)
+    call = lambda: cute_attn.flash_attn_func(
+        q, k, v, causal=True, preset="fp8", return_attn_probs=True
+    )[:2]
+    outputs = call()
+    given = rand(tuple(outputs[0].shape), seed=1), rand(tuple(outputs[1].shape), seed=2).float()
+    with Calls() as calls:
+        watched = call()
+        want = torch.autograd.grad(watched, (q, k, v), given)
+    assert {"cute_attn.fwd_fp8.default", "cute_attn.bwd.default"} <= set(calls.made)
+    for name in ("fwd_fp8", "bwd"):
+        monkeypatch.setattr(torch.ops.cute_attn, name, None)
+    got = torch.autograd.grad(outputs, (q, k, v), given)
+    pairs = zip((*outputs, *got), (*watched, *want))
+    assert all(torch.equal(a, b) for a, b in pairs)
+    call()[0].sum().backward()
+    assert all(t.grad is not None for t in (q, k, v))
+
+
+def test_a_nan_in_a_key_stays_in_its_channel():
+    """Of rows that do not see the key; elsewhere K's mean must not take it."""
+    q, k, v = qkv(1, 60, 60, 1, 32)
+    k[0, 50, 0, 3] = math.nan
+    q, k, v = (t.requires_grad_() for t in (q, k, v))
+    out = cute_attn.flash_attn_func(q, k, v, causal=True, preset="fp8")
+    (dq,) = torch.autograd.grad(out[:, :50].sum(), q)
+    others = torch.cat((dq[:, :50, :, :3], dq[:, :50, :, 4:]), -1)
+    assert others.isfinite().all() and others.count_nonzero()
+
+
 def test_one_input_with_gradients_and_expanded_dout():
     q, k, v = qkv(1, 40, 40, (2, 1), 32)
     whole = [t.clone().requires_grad_() for t in (q, k, v)]
