@@ -16,14 +16,14 @@ def job_id(job):
     return describe(job[0]).replace(" ", "-").replace("/", "v")
 
 
-def one_of_each(jobs, among=()):
-    """Parameters for jobs, (problem, config) at their end. CI builds one for each pair of head dims
-    of these, or of those that they are among: of the first pair the first, of the second the
-    second, so that dtypes, masks and configs take turns. The others are marked exhaustive."""
+def one_of_each(jobs, among=(), every=1):
+    """Parameters for jobs, (problem, config) at their end. CI builds one for every so many pairs of
+    head dims of these, or of those that they are among: of the first pair the first, of the second
+    the second, so that dtypes, masks and configs take turns. The others are marked exhaustive."""
     jobs, pairs = list(jobs), {}
     for job in among or jobs:
         pairs.setdefault((job[-2].head_dim, job[-2].head_dim_v), []).append(job)
-    chosen = [pair[n % len(pair)] for n, pair in enumerate(pairs.values())]
+    chosen = [pair[n % len(pair)] for n, pair in enumerate(list(pairs.values())[::every])]
     return [
         pytest.param(job, marks=() if job in chosen else pytest.mark.exhaustive) for job in jobs
     ]

@@ -92,14 +92,14 @@ def test_tuning_row(job):
 
 @slow
 @pytest.mark.parametrize(
-    "job", one_of_each([job for job in TABLE if job not in FEW], OTHERS), ids=name
+    "job", one_of_each([job for job in TABLE if job not in FEW], OTHERS, 2), ids=name
 )
 def test_tuning_row_of_another_chip(job):
     compare_golden(GOLDEN, name(job), check(job).golden(), map(name, TABLE))
 
 
 @slow
-@pytest.mark.parametrize("job", one_of_each(MORE + CLASSES + PAIRS, OTHERS), ids=name)
+@pytest.mark.parametrize("job", one_of_each(MORE + CLASSES + PAIRS, OTHERS, 2), ids=name)
 def test_more_masks_and_head_dims(job):
     check(job)
 
@@ -112,7 +112,7 @@ def test_deterministic(job):
 
 
 @slow
-@pytest.mark.parametrize("job", one_of_each(IN_TURN, OTHERS), ids=name)
+@pytest.mark.parametrize("job", one_of_each(IN_TURN, OTHERS, 2), ids=name)
 def test_every_deterministic_row(job):
     check(job)
 
