@@ -125,7 +125,7 @@ def _centre(K: Tensor, dtype: torch.dtype) -> Tensor:
     """fp32 (batch, nheads_kv, head_dim): the mean key, 0 in channels where it is less than half of
     their root mean square. It does no harm there, and K less it, rounded to dtype, would: a large
     score would be off. 0 also where K less it has no room in that dtype, or there is no mean."""
-    if not K.shape[1]:
+    if not K.numel():
         return K.sum(1)
     variance, mean = torch.var_mean(K, 1, correction=0)
     small = 3 * mean.square() < variance  # which is the mean square less that of the mean
