@@ -105,7 +105,9 @@ def test_every_head_dim_class(job):
 
 
 @slow
-@pytest.mark.parametrize("job", one_of_each(j for j in PAIRS + KNOBS if j not in FEW), ids=job_id)
+@pytest.mark.parametrize(
+    "job", one_of_each([j for j in PAIRS + KNOBS if j not in FEW], every=2), ids=job_id
+)
 def test_more_head_dims_and_knobs(job):
     check(*job)
 

@@ -119,7 +119,9 @@ def test_deterministic(job):
 
 @slow
 @pytest.mark.parametrize(
-    "job", one_of_each(j for j in CLASSES + PAIRS + EVERY_IN_TURN if j not in FEW), ids=job_id
+    "job",
+    one_of_each([j for j in CLASSES + PAIRS + EVERY_IN_TURN if j not in FEW], every=2),
+    ids=job_id,
 )
 def test_every_head_dim_class(job):
     """Deterministic and not."""
