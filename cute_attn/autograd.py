@@ -4,6 +4,7 @@ Importing this module registers them with torch.library, once, with fake impleme
 torch.compile and torch.export. Both return fresh contiguous tensors that alias no input.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -58,7 +59,7 @@ def attention(
             softmax_scale = launch.checked_scale(softmax_scale)
         if launch._forward_ad._current_level >= 0:  # torch's own message names no argument
             launch._refuse_tangents(q, k, v)
-        if type(q) is type(k) is type(v) is Tensor and not _watched():
+        if _spares_dispatcher(q, k, v):
             out, lse = _Attention.apply(q, k, v, softmax_scale, causal, deterministic)
             return out, lse if return_lse else None
     if _device_type(q) not in ("cpu", "cuda"):  # for meta the fake implementation would answer
@@ -90,6 +91,11 @@ def _plain(q: Tensor, k: Tensor, v: Tensor) -> bool:
 def _watched() -> bool:
     """Whether a mode sees operators, and may act on them."""
     return bool(_dispatch_modes() or _function_modes())
+
+
+def _spares_dispatcher(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether nobody would see the operators."""
+    return type(q) is type(k) is type(v) is Tensor and not _watched()
 
 
 def _fwd(
@@ -148,29 +154,37 @@ def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tens
         return (None,) * 6
     if dout is None:
         dout = out.new_zeros(()).expand(out.shape)
-    scale, causal, deterministic = ctx.options
+    return *_backward(dout, q, k, v, out, lse, dlse, *ctx.options), None, None, None
+
+
+def _backward(dout: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """_bwd, through the operator where that is watched: it also has the error for gradients of
+    gradients."""
     if torch.is_grad_enabled() or _watched() or type(dout) is not Tensor:
-        # the operator also has the error for gradients of gradients
-        dq, dk, dv = torch.ops.cute_attn.bwd(dout, q, k, v, out, lse, dlse, *ctx.options)
-    else:
-        dq, dk, dv = backward.backward(
-            dout, q, k, v, out, lse, causal, scale, dlse=dlse, deterministic=deterministic
-        )
-    return dq, dk, dv, None, None, None
+        dq, dk, dv = torch.ops.cute_attn.bwd(dout, *others)
+        return dq, dk, dv
+    return _bwd(dout, *others)
 
 
-class _Attention(torch.autograd.Function):  # type: ignore[misc]
-    """What torch.ops.cute_attn.fwd does of a tensor that requires grad, without the dispatcher."""
+def _without_dispatcher(run: Callable[..., Any], gradients: Callable[..., Any]) -> Any:
+    """The autograd.Function that does what an operator registered with these and _save does of a
+    tensor that requires grad."""
 
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
-        output = _fwd(*inputs)
-        _save(ctx, inputs, output)
-        return output
+    class Attention(torch.autograd.Function):  # type: ignore[misc]
+        @staticmethod
+        def forward(ctx: Any, *inputs: Any) -> Any:
+            output = run(*inputs)
+            _save(ctx, inputs, output)
+            return output
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        return _gradients(ctx, *gradients)
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor | None) -> Any:
+            return gradients(ctx, *grads)
+
+    return Attention
+
+
+_Attention = _without_dispatcher(_fwd, _gradients)
 
 
 def _no_second_gradients(ctx: Any, *_: Tensor | None) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_attn import autograd, backward, fp8, launch, quantize
+from cute_attn import autograd, fp8, launch, quantize
 from cute_attn.fp8 import Options
 
 _library = torch.library.Library("cute_attn", "FRAGMENT")  # its operator lives as long as it does
@@ -50,17 +50,16 @@ def attention(
             softmax_scale, _ = fp8.checked_preset(q, k, v, preset, options)
         if tangents:  # torch's own message names no argument
             launch._refuse_tangents(q, k, v)
-        if type(q) is type(k) is type(v) is Tensor and not autograd._watched():
-            found = _Attention.apply(q, k, v, softmax_scale, causal, deterministic, preset)
-            return found[0], found[1]
+        if autograd._spares_dispatcher(q, k, v):
+            out, lse = _Attention.apply(q, k, v, softmax_scale, causal, deterministic, preset)
+            return out, lse
     out, lse = torch.ops.cute_attn.fwd_fp8(q, k, v, softmax_scale, causal, deterministic, preset)
     return out, lse
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether fwd can answer."""
-    tensors = type(q) is type(k) is type(v) is Tensor
-    return tensors and autograd._plain(q, k, v) and not autograd._watched()
+    return autograd._spares_dispatcher(q, k, v) and autograd._plain(q, k, v)
 
 
 def _fwd(
@@ -90,35 +89,16 @@ def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tens
     of_head = quantize._per_query_head(centre, q.shape[2])  # (b, 1, hq, d)
     of_centre = (q * of_head).sum(-1).transpose(1, 2)  # fp32 (b, hq, sq)
     lse_centred = torch.sub(lse, of_centre, alpha=scale)
-    if torch.is_grad_enabled() or autograd._watched() or type(dout) is not Tensor:
-        # the operator also has the error for gradients of gradients
-        dq, dk, dv = torch.ops.cute_attn.bwd(
-            dout, q, centred, v, out, lse_centred, dlse, scale, causal, deterministic
-        )
-    else:
-        dq, dk, dv = backward.backward(
-            dout, q, centred, v, out, lse_centred, causal, scale,
-            dlse=dlse, deterministic=deterministic,
-        )  # fmt: skip
+    dq, dk, dv = autograd._backward(
+        dout, q, centred, v, out, lse_centred, dlse, scale, causal, deterministic
+    )
     if dlse is not None:  # LSE moves with q . centre, whatever the weights
         of_row = (scale * dlse).masked_fill(lse == -torch.inf, 0.0).transpose(1, 2).unsqueeze(-1)
         dq = (dq.float() + of_row * of_head).to(q.dtype)
     return dq, dk, dv, None, None, None, None
 
 
-class _Attention(torch.autograd.Function):  # type: ignore[misc]
-    """What torch.ops.cute_attn.fwd_fp8 does of a tensor that requires grad, without the
-    dispatcher."""
-
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
-        output = _fwd(*inputs)
-        autograd._save(ctx, inputs, output)
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        return _gradients(ctx, *gradients)
+_Attention = autograd._without_dispatcher(_fwd, _gradients)
 
 
 def _centre(K: Tensor, dtype: torch.dtype) -> Tensor:
