@@ -71,6 +71,7 @@ def main():
     where["command"] = records.command_line(["python scripts/quantize_speed.py", *sys.argv[1:]])
     print(f"{'':34}{'':28}{'us':>8}{'GB/s':>8}{'of copy':>9}{'host us':>9}")
     for shape in SHAPES:
+        label = "b{}-s{}-h{}k{}-d{}".format(*shape)
         names, calls, sizes = zip(*calls_of(shape))
         scopes = [nullcontext] * len(calls)
         times = timer.rounds(calls, scopes, 200, options.seconds)
@@ -81,7 +82,10 @@ def main():
             ms = quantile(times[i], 0.5)
             record = {
                 "shape": dict(zip(("batch", "seqlen", "heads_q", "heads_kv", "d"), shape)),
-                "what": name,
+                "pass": "quantise",
+                "case": label,
+                "data": "normal",
+                "impl": name,
                 "ms": ms,
                 "gb_per_s": rates[i],
                 "of_copy": rates[i] / rates[0],
@@ -89,7 +93,6 @@ def main():
             }
             if options.out:
                 records.append(options.out, [{**where, **record}])
-            label = "b{}-s{}-h{}k{}-d{}".format(*shape)
             shown = f"{host[i]:9.1f}" if host[i] else ""
             row = f"{ms * 1e3:8.1f}{rates[i]:8.0f}{rates[i] / rates[0]:9.3f}{shown}"
             print(f"{label:34}{name:28}{row}", flush=True)

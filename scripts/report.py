@@ -201,16 +201,8 @@ def deterministic(found):
     return "\n".join([*lines, *rows, "", mean]) + "\n"
 
 
-def of_quantising(r):
-    """Records of scripts/quantize_speed.py as those of a pass of their own."""
-    if "what" not in r:
-        return r
-    case = "b{batch}-s{seqlen}-h{heads_q}k{heads_kv}-d{d}".format_map(r["shape"])
-    return r | {"case": f"{case}, {r['what']}", "pass": "quantise", "data": "normal"}
-
-
 def quantise(found):
-    here = [r for r in found if r["what"] != "copy"]
+    here = [r for r in found if r["impl"] != "copy"]
     if not here:
         return NOTHING
     lines = [
@@ -219,11 +211,11 @@ def quantise(found):
         "| batch, tokens, heads of q and k, d; what | µs | GB/s | of a copy | host µs |",
     ]
     lines.append("|---" * 5 + "|")
-    for case in dict.fromkeys(r["case"] for r in here):
-        mine = [r for r in here if r["case"] == case]
+    for case, impl in dict.fromkeys((r["case"], r["impl"]) for r in here):
+        mine = [r for r in here if (r["case"], r["impl"]) == (case, impl)]
         of = lambda key, mine=mine: statistics.median(r[key] for r in mine)
         sizes = f"{of('ms') * 1e3:.1f} | {of('gb_per_s'):.0f} | {of('of_copy'):.3f}"
-        lines.append(f"| {case} | {sizes} | {of('host_us'):.1f} |")
+        lines.append(f"| {case}, {impl} | {sizes} | {of('host_us'):.1f} |")
     return "\n".join(lines) + "\n"
 
 
@@ -363,7 +355,7 @@ def main(argv):
     except (OSError, ValueError) as error:
         p.error(str(error))
     # others are of test runs and of training
-    found = newest([of_slope(r) for r in map(of_quantising, found) if "case" in r])
+    found = newest([of_slope(r) for r in found if "case" in r])
     stale = []
     for place in PLACES:
         path = ROOT / place
