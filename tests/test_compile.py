@@ -59,7 +59,6 @@ SPLIT = [
     for dtype, causal in (("bf16", True), ("fp16", False))
 ]
 KNOBS += SPLIT
-FIRST = [job for job in TABLE if job[0].dtype == "bf16"]
 FEW = [job for job in PAIRS if job[0].dtype == "bf16"][:2] + KNOBS[:2]
 
 
@@ -82,14 +81,8 @@ def check(problem, config):
     return used
 
 
-@pytest.mark.parametrize("job", [job for job in TABLE if job in FIRST], ids=job_id)
+@pytest.mark.parametrize("job", TABLE, ids=job_id)
 def test_tuning_row(job):
-    compare_golden(GOLDEN, job_id(job), check(*job).golden(), map(job_id, TABLE))
-
-
-@slow
-@pytest.mark.parametrize("job", one_of_each(job for job in TABLE if job not in FIRST), ids=job_id)
-def test_more_tuning_rows(job):
     compare_golden(GOLDEN, job_id(job), check(*job).golden(), map(job_id, TABLE))
 
 

@@ -1,7 +1,7 @@
 """Builds the Ampere kernels for the chips they are meant for, and looks at them; needs the DSL, no
 GPU. As test_compile.py does:
 
-    UPDATE_GOLDEN=1 python -m pytest tests/test_compile_sm80.py -n 2  # after a change that is meant
+    UPDATE_GOLDEN=1 python -m pytest tests/test_compile_sm80.py -n 2 -m "slow or not slow"
 """
 
 from dataclasses import replace

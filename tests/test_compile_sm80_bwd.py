@@ -1,7 +1,7 @@
 """Builds the Ampere backward for the chips it is meant for, and looks at it; needs the DSL, no GPU.
 As test_compile_sm80.py does:
 
-    UPDATE_GOLDEN=1 python -m pytest tests/test_compile_sm80_bwd.py -n 2     # if a change is meant
+    UPDATE_GOLDEN=1 python -m pytest tests/test_compile_sm80_bwd.py -n 2 -m "slow or not slow"
 """
 
 from dataclasses import replace
